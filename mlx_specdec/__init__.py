@@ -1,0 +1,3 @@
+from .openblas import preload as _preload
+
+_preload()
