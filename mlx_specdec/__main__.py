@@ -1,0 +1,19 @@
+"""`python -m mlx_specdec COMMAND` and the console script `mlx-specdec`."""
+
+import click
+
+from .generate import command as generate
+from .prove import command as prove
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="mlx-specdec")
+def main() -> None:
+    """Lossless speculative decoding for mlx-lm models."""
+
+
+main.add_command(generate)
+main.add_command(prove)
+
+if __name__ == "__main__":
+    main(prog_name="python -m mlx_specdec")

@@ -1,0 +1,126 @@
+"""The Python functions, in the shape of mlx-lm's: an app changes an import."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from .sampling import LogitsProcessor, SamplingParams
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from .decoder import GenerationResponse
+    from .drafters.base import Drafter
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+
+
+def load(
+    path_or_hf_repo: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    dtype: str | None = None,
+) -> "tuple[nn.Module, Any]":
+    """Load a model and its tokenizer: an MLX folder, a GGUF file, a name of the catalogue or a Hub id.
+
+    As mlx-lm's, and `dtype` (float32, float16, bfloat16) makes all weights dense and of that type. Raises
+    CheckpointError for what cannot be found, fetched or read.
+    """
+    from . import checkpoints
+
+    return checkpoints.load(
+        path_or_hf_repo,
+        dtype=dtype,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def stream_generate(
+    model: "nn.Module",
+    tokenizer: Any,
+    prompt: "str | Sequence[int] | mx.array",
+    max_tokens: int = 256,
+    draft_model: "nn.Module | None" = None,
+    *,
+    drafter: "str | Callable[[], Drafter] | None" = None,
+    num_draft_tokens: int | None = None,
+    sampler: "Callable[[mx.array], mx.array] | None" = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    stop: Sequence[str] = (),
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prefill_step_size: int = 2048,
+    **sampling: Any,
+) -> "Iterator[GenerationResponse]":
+    """Generate text, one response a token, as mlx-lm's `stream_generate` does, with its argument names and defaults.
+
+    `drafter` is a name ("ngram_simple") or what makes a Drafter; with neither it nor `draft_model` decoding is plain.
+    `sampling` are fields of SamplingParams (temperature, top_p, seed, repetition_penalty, acceptance, ...) or else a
+    `sampler` of mlx-lm's kind. Make a SpecDecoder to serve many requests.
+    """
+    from .decoder import SpecDecoder
+    from .drafters import by_name
+    from .target.model import CacheOptions
+
+    unknown = sampling.keys() - _SAMPLING
+    if unknown:
+        raise TypeError(f"stream_generate() got an unexpected keyword argument {min(unknown)!r}")
+    cache = CacheOptions(max_kv_size, kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
+    make = by_name(drafter) if isinstance(drafter, str) else drafter
+    with SpecDecoder(model, tokenizer, make, draft_model=draft_model, cache=cache) as decoder:
+        yield from decoder.stream(
+            prompt,
+            SamplingParams(**sampling),
+            max_tokens=max_tokens,
+            num_draft_tokens=num_draft_tokens,
+            stop=stop,
+            logits_processors=logits_processors or (),
+            sampler=sampler,
+            prompt_progress_callback=prompt_progress_callback,
+        )
+
+
+def generate(
+    model: "nn.Module", tokenizer: Any, prompt: "str | Sequence[int]", verbose: bool = False, **kwargs: Any
+) -> str:
+    """Generate a whole text; `verbose` prints it as it comes and then the figures. Takes what stream_generate takes."""
+    return show(stream_generate(model, tokenizer, prompt, **kwargs), verbose)
+
+
+def show(responses: "Iterator[GenerationResponse]", verbose: bool) -> str:
+    """The text of `responses`; printed as it comes if `verbose`, with mlx-lm's three lines of figures and a fourth."""
+    if verbose:
+        print("=" * 10)
+    text, last = "", None
+    for last in responses:
+        if verbose:
+            print(last.text, end="", flush=True)
+        text += last.text
+    if verbose:
+        print("\n" + "=" * 10)
+        print(figures(last) if last else "No text generated for this prompt")
+    return text
+
+
+def figures(last: "GenerationResponse") -> str:
+    """The figures of a generation, from its last response."""
+    return (
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {last.peak_memory:.3f} GB\n"
+        f"Drafter: {last.stats}"
+    )

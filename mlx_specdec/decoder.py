@@ -1,0 +1,286 @@
+"""The round loop: propose, verify, rewind, observe."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from .drafters.base import NOTHING, Draft, Drafter
+from .drafters.draft_model import DraftModel
+from .drafters.pairing import check_tokenizers
+from .errors import OptionError, SpecDecError
+from .features import FeatureRequest, Features
+from .sampling import LogitsProcessor, Sampler, SamplingParams
+from .stats import Stats
+from .target.model import CacheOptions, Target
+from .target.model import Sequence as TargetSequence
+from .text import TextStream, encode, stop_tokens
+from .verify import Verdict, verify
+
+
+@dataclass
+class GenerationResponse:
+    """One token of the output, in the shape of mlx-lm's response, with `stats` beside it.
+
+    logprobs float32 [vocab] are the target's; prompt_tps and generation_tps are tokens per second; peak_memory is in
+    GB; finish_reason is "stop", "length" or, before the last response, None.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None
+    stats: Stats
+
+
+class Round(NamedTuple):
+    """What one round emitted: `tokens`, the first `accepted` of them drafted, with their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[mx.array]
+    accepted: int
+    drafted: int
+
+
+class Pass(NamedTuple):
+    """A verify pass, not evaluated yet."""
+
+    verdict: Verdict
+    logprobs: list[mx.array]  # the verdict's, row by row
+    features: Features | None
+    state: list  # the cache's arrays
+
+    def read(self, drafted: int) -> Round:
+        """The one synchronisation of a round."""
+        mx.eval(self)
+        accepted, tokens = np.array(self.verdict.accepted).item(), np.array(self.verdict.tokens).tolist()
+        return Round(tokens[: accepted + 1], self.logprobs, accepted, drafted)
+
+
+class SpecDecoder:
+    """Generates with a target model and a drafter exactly what the target would generate alone.
+
+    May be used from any thread, and by several at once; every stream has a memory of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        drafter: Callable[[], Drafter] | None = None,
+        *,
+        draft_model: nn.Module | None = None,
+        draft_tokenizer: Any = None,
+        cache: CacheOptions | None = None,
+    ):
+        """`drafter` makes a drafter for each sequence (a class will do); `draft_model` is short for a DraftModel.
+
+        With neither, decoding is plain. Raises UnsupportedModelError for a model whose cache cannot be rewound, and
+        PairingError when `draft_tokenizer` is given and is another than the target's.
+        """
+        if drafter is not None and draft_model is not None:
+            raise OptionError("both a drafter and a draft_model were given; give one")
+        if draft_tokenizer is not None:
+            check_tokenizers(tokenizer, draft_tokenizer)
+        self.tokenizer = tokenizer
+        self._closed = False
+        speculative = drafter is not None or draft_model is not None
+        wants = drafter().wants if drafter else FeatureRequest()
+        self.target = Target(model, cache, wants=wants, rewinds=speculative)
+        self._draft_target: Target | None = None
+        self._make_drafter = drafter
+        if draft_model is not None:
+            draft_target = self._draft_target = Target(draft_model)
+            self._make_drafter = lambda: DraftModel(draft_target, self.target.vocab)
+
+    def close(self) -> None:
+        """Stop the streams that run, before their next round, and leave the models as they were."""
+        self._closed = True
+        self.target.close()
+        if self._draft_target is not None:
+            self._draft_target.close()
+
+    def __enter__(self) -> "SpecDecoder":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | mx.array,
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int = 256,
+        num_draft_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        extra_eos_tokens: Sequence[int | str] = (),
+        logits_processors: Sequence[LogitsProcessor] = (),
+        sampler: Callable[[mx.array], mx.array] | None = None,
+        prompt_progress_callback: Callable[[int, int], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Iterator[GenerationResponse]:
+        """Generate, one response a token, as they come.
+
+        max_tokens -1 is no limit, 0 gives nothing. num_draft_tokens is the most drafted in a round, by default the
+        drafter's own number; 0 is plain decoding. `stop` strings end the text before them. `sampler` chooses tokens
+        in its own way (see Sampler). `cancel`, set from any thread, ends the stream before its next round; closing
+        the iterator does too. Raises OptionError for a value or a prompt that cannot be used.
+        """
+        params = params or SamplingParams()
+        ids = encode(self.tokenizer, prompt)
+        self._check(ids, params, max_tokens, num_draft_tokens)
+        limit = self._limit(len(ids), max_tokens)
+        drafter = self._make_drafter() if self._make_drafter and num_draft_tokens != 0 else None
+        chooser = Sampler(params, ids, logits_processors, sampler)
+        sequence = self.target.sequence()
+        if drafter is None:
+            rounds = plain_rounds(sequence, ids, chooser, limit, prompt_progress_callback)
+        else:
+            most = drafter.max_draft if num_draft_tokens is None else num_draft_tokens
+            rounds = drafted_rounds(sequence, ids, chooser, limit, prompt_progress_callback, drafter, most)
+        text = TextStream(self.tokenizer, stop)
+        ends = stop_tokens(self.tokenizer, extra_eos_tokens)
+        stats = Stats(drafter.name if drafter else None)
+        return self._responses(rounds, len(ids), limit, text, ends, stats, cancel)
+
+    def _check(self, ids: list[int], params: SamplingParams, max_tokens: int, num_draft_tokens: int | None) -> None:
+        vocab, context = self.target.vocab, self.target.context
+        if self._closed:
+            raise SpecDecError("this decoder is closed; make a new one")
+        if not ids:
+            raise OptionError("the prompt is empty; give at least one token")
+        for name, values in (("the prompt has", ids), ("logit_bias names", params.logit_bias)):
+            wrong = next((token for token in values if not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise OptionError(f"{name} token {wrong} and the model knows 0 to {vocab - 1}; use its own tokenizer")
+        if max_tokens < -1:
+            raise OptionError(f"max_tokens is {max_tokens}; choose 0 or more, or -1 for no limit")
+        if num_draft_tokens is not None and num_draft_tokens < 0:
+            raise OptionError(f"num_draft_tokens is {num_draft_tokens}; choose 0 (plain decoding) or more")
+        if context is not None and len(ids) >= context and self.target.options.max_kv_size is None:
+            raise OptionError(f"the prompt has {len(ids)} tokens and the model's context is {context}; shorten it or "
+                              "set max_kv_size")  # fmt: skip
+
+    def _limit(self, prompt_tokens: int, max_tokens: int) -> int:
+        """How many tokens may be generated: what was asked for, within the model's context."""
+        limit = sys.maxsize if max_tokens < 0 else max_tokens
+        if self.target.context is None or self.target.options.max_kv_size is not None:
+            return limit
+        return min(limit, self.target.context - prompt_tokens)
+
+    def _responses(
+        self,
+        rounds: Iterator[Round],
+        prompt_tokens: int,
+        limit: int,
+        text: TextStream,
+        ends: frozenset[int],
+        stats: Stats,
+        cancel: threading.Event | None,
+    ) -> Iterator[GenerationResponse]:
+        """Cut the rounds where the output ends, and give each token its text and figures."""
+        began = first = time.perf_counter()
+        while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
+            emitted = next(rounds)
+            stats.rounds += 1
+            stats.drafted += emitted.drafted
+            if stats.tokens == 0:
+                first = time.perf_counter()
+            for place, token in enumerate(emitted.tokens):
+                from_draft = place < emitted.accepted
+                stats.tokens += 1
+                stats.accepted += from_draft
+                piece = "" if token in ends else text.add(token)
+                finish = "stop" if token in ends or text.stopped else "length" if stats.tokens == limit else None
+                yield GenerationResponse(
+                    text=piece + text.finish() if finish else piece,
+                    token=token,
+                    logprobs=emitted.logprobs[place],
+                    from_draft=from_draft,
+                    prompt_tokens=prompt_tokens,
+                    prompt_tps=prompt_tokens / (first - began),
+                    generation_tokens=stats.tokens,
+                    generation_tps=stats.tokens / (time.perf_counter() - first),
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=finish,
+                    stats=replace(stats),
+                )
+                if finish:
+                    return
+
+
+def plain_rounds(
+    sequence: TargetSequence,
+    prompt: list[int],
+    sampler: Sampler,
+    limit: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Round]:
+    """Plain decoding. No drafter needs to see a token first, so the next pass is always under way already."""
+    for _ in sequence.prefill(prompt, progress):
+        pass
+    last = prompt[-1]
+    this = _verify(sequence, mx.array([last]), NOTHING, sampler)
+    mx.async_eval(this)
+    for remaining in range(limit - 1, -1, -1):
+        sequence.settle(1)
+        sampler.advance([last])
+        following = _verify(sequence, this.verdict.tokens, NOTHING, sampler) if remaining else this
+        mx.async_eval(following)
+        emitted = this.read(drafted=0)
+        last = emitted.tokens[0]
+        yield emitted
+        this = following
+
+
+def drafted_rounds(
+    sequence: TargetSequence,
+    prompt: list[int],
+    sampler: Sampler,
+    limit: int,
+    progress: Callable[[int, int], None] | None,
+    drafter: Drafter,
+    most: int,
+) -> Iterator[Round]:
+    """Speculative decoding with at most `most` drafts a round, until `limit` tokens are emitted.
+
+    Nothing lazy is left where a round is handed out, so another thread may ask for the next one.
+    """
+    drafter.start(prompt)
+    for chunk, features in sequence.prefill(prompt, progress):
+        drafter.observe(chunk, features)
+    last, remaining = prompt[-1], limit
+    while remaining > 0:
+        k = sequence.room(min(most, remaining - 1) + 1) - 1
+        draft = drafter.propose(last, k, sampler) if k > 0 else NOTHING
+        this = _verify(sequence, mx.array([last]), draft, sampler)
+        emitted = this.read(drafted=draft.tokens.shape[0])
+        yield emitted
+        committed = [last, *emitted.tokens[:-1]]
+        sequence.settle(len(committed))
+        sampler.advance(committed)
+        drafter.observe(committed, this.features and this.features.head(len(committed)))
+        if emitted.drafted:
+            drafter.settle(emitted.drafted, emitted.accepted)
+        last = emitted.tokens[-1]
+        remaining -= len(emitted.tokens)
+
+
+def _verify(sequence: TargetSequence, last: mx.array, draft: Draft, sampler: Sampler) -> Pass:
+    """One pass over [last, *draft]; last is int32 [1]."""
+    logits, features = sequence.forward(mx.concatenate([last, draft.tokens]))
+    verdict = verify(logits, last, draft, sampler)
+    return Pass(verdict, list(verdict.logprobs), features, sequence.state)

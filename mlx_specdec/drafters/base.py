@@ -1,0 +1,46 @@
+"""What a drafter is: something that proposes tokens, and is told what became certain."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from ..features import FeatureRequest, Features
+from ..sampling import Sampler
+
+
+class Draft(NamedTuple):
+    """Proposed tokens, int32 [k], and the distributions float32 [k, vocab] that they were drawn from.
+
+    `probs` None says that each token was proposed with certainty (one-hot q).
+    """
+
+    tokens: mx.array
+    probs: mx.array | None = None
+
+
+NOTHING = Draft(mx.zeros((0,), dtype=mx.int32))
+
+
+class Drafter(Protocol):
+    """One per sequence: it keeps what it has observed.
+
+    What is observed is exactly what entered the target's cache: the prompt (all but its last token) chunk by chunk,
+    then after each round the old `last` and the accepted drafts. The new `last` comes with the next `propose`.
+    """
+
+    name: str
+    wants: FeatureRequest
+    max_draft: int  # how many tokens it proposes at most when the caller sets no number
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """A new sequence begins with `prompt`; everything from before is forgotten."""
+
+    def observe(self, tokens: Sequence[int], features: Features | None) -> None:
+        """These tokens are now certain, in order, each once, with the features that were asked for."""
+
+    def propose(self, last: int, limit: int, sampler: Sampler) -> Draft:
+        """At most `limit` tokens to follow `last`, unevaluated; an empty draft is fine."""
+
+    def settle(self, drafted: int, accepted: int) -> None:
+        """How its last draft that was not empty fared."""

@@ -1,0 +1,201 @@
+"""The model being accelerated, as the round loop sees it: any mlx-lm model, not forked."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from ..errors import OptionError
+from ..features import FeatureRequest, Features
+from .mixers import Mixers
+from .rewind import Rewinder, SinkWindow, leaves, recurrent
+from .taps import Taps
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How a sequence is remembered: mlx-lm's names, defaults and meaning. Raises OptionError."""
+
+    max_kv_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    prefill_step_size: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
+            raise OptionError(f"kv_bits is {self.kv_bits}; choose one of 2, 3, 4, 5, 6, 8")
+        if self.kv_group_size not in (32, 64, 128):
+            raise OptionError(f"kv_group_size is {self.kv_group_size}; choose one of 32, 64, 128")
+        if self.max_kv_size is not None and self.max_kv_size < 8:
+            raise OptionError(f"max_kv_size is {self.max_kv_size}; choose 8 or more")
+        if self.quantized_kv_start < 0:
+            raise OptionError(f"quantized_kv_start is {self.quantized_kv_start}; choose 0 or more")
+        if self.prefill_step_size < 1:
+            raise OptionError(f"prefill_step_size is {self.prefill_step_size}; choose 1 or more")
+        if self.kv_bits and self.max_kv_size:
+            raise OptionError(f"kv_bits {self.kv_bits} cannot be combined with max_kv_size {self.max_kv_size}: "
+                              "a rotating cache is not quantised; leave one out")  # fmt: skip
+
+
+class Target:
+    """A model with what it takes to read features off it and to rewind its caches. Sequences and threads share it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: CacheOptions | None = None,
+        *,
+        wants: FeatureRequest | None = None,
+        rewinds: bool = True,
+    ):
+        """`rewinds` False is for a model that only ever runs certain tokens: any kind of cache will do then.
+
+        Raises UnsupportedModelError when the model's cache cannot be rewound exactly, OptionError when it cannot be
+        kept as `options` say, PairingError when the model lacks a layer of `wants`.
+        """
+        self.model, self.options, self.rewinds = model, options or CacheOptions(), rewinds
+        self.context = context_length(model)
+        self.mixers: Mixers | None = None
+        self.taps: Taps | None = None
+        try:
+            caches = self._make_caches()
+            if rewinds and recurrent(caches):
+                self.mixers = Mixers(model, caches, recurrent(caches))
+            if wants:
+                self.taps = Taps(model, wants)
+            self.vocab = self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take every hook out of the model. Its sequences must not be used after this."""
+        for hooks in (self.mixers, self.taps):
+            if hooks is not None:
+                hooks.release()
+
+    def sequence(self) -> "Sequence":
+        """An empty sequence, with caches of its own."""
+        return Sequence(self, self.options, self._make_caches())
+
+    def _make_caches(self) -> list:
+        name = getattr(self.model, "model_type", type(self.model).__name__)
+        if self.options.max_kv_size and hasattr(self.model, "make_cache"):
+            raise OptionError(f"max_kv_size is {self.options.max_kv_size} and {name} makes caches of its own kinds, "
+                              "which it would not change; leave it out")  # fmt: skip
+        caches = make_prompt_cache(self.model, max_kv_size=self.options.max_kv_size)
+        if self.options.kv_bits and any(isinstance(c, RotatingKVCache) for c in leaves(caches)):
+            raise OptionError(f"kv_bits is {self.options.kv_bits} and {name} has sliding windows, which are not "
+                              "quantised; leave it out")  # fmt: skip
+        return caches
+
+    def _probe(self) -> int:
+        """Build, unevaluated, the kinds of pass that generating makes: what cannot work fails here, at load.
+
+        Returns the number of logits, which padding can make larger than the tokenizer's vocabulary.
+        """
+        sequence = Sequence(self, replace(self.options, quantized_kv_start=0), self._make_caches())
+        tokens = mx.zeros((3,), dtype=mx.int32)
+        try:
+            for rows, certain in ((2, 2), (3, 1 if self.rewinds else 3), (1, 1)):
+                logits, _ = sequence.forward(tokens[:rows], certain=certain)
+                sequence.settle(certain)
+        except ValueError as error:
+            if self.options.kv_bits is None:
+                raise
+            raise OptionError(f"kv_bits is {self.options.kv_bits} and this model cannot quantise its cache: {error}"
+                              "; leave it out") from error  # fmt: skip
+        return logits.shape[-1]
+
+
+class Sequence:
+    """One sequence in a model's memory."""
+
+    def __init__(self, target: Target, options: CacheOptions, caches: list):
+        self.target, self.options, self._caches = target, options, caches
+        self._rewinder = Rewinder(caches if target.rewinds else [], target.mixers)
+        self._quantized = options.kv_bits is None
+
+    @property
+    def offset(self) -> int:
+        """How many tokens are in the cache."""
+        return self._rewinder.offset
+
+    @property
+    def state(self) -> list:
+        """The arrays of the cache. Evaluated together with what a pass was made for, nothing stays lazy: a lazy array
+        can only be evaluated by the thread that built it."""
+        return [c.state for c in self._caches]
+
+    def room(self, rows: int) -> int:
+        """The longest pass, at most `rows`, whose every row sees the cache as it would see it alone."""
+        if self._quantized:
+            return rows
+        return min(rows, max(self.options.quantized_kv_start - self.offset, 1))
+
+    def prefill(
+        self, prompt: list[int], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[list[int], Features | None]]:
+        """Run all but the last token of a prompt, in mlx-lm's chunks; yields each chunk with its features.
+
+        `progress` is told how many tokens of how many are done.
+        """
+        body = prompt[:-1]
+        for start in range(0, len(body), self.options.prefill_step_size):
+            chunk = body[start : start + self.options.prefill_step_size]
+            _, features = self.forward(mx.array(chunk), certain=len(chunk))
+            self.settle(len(chunk))
+            mx.eval(self.state)
+            if progress:
+                progress(self.offset, len(prompt))
+            yield chunk, features
+            mx.clear_cache()
+        self._keep_sinks()
+
+    def forward(self, tokens: mx.array, certain: int = 1) -> tuple[mx.array, Features | None]:
+        """One lazy pass over tokens int [n], the first `certain` of which will not be undone.
+
+        Returns logits float32 [n, vocab] and the features asked for. Call `settle` before the sequence goes on,
+        unless every row was certain.
+        """
+        taps = self.target.taps
+        with (
+            self._rewinder.advance(tokens.shape[0], certain),
+            taps.reading() if taps else nullcontext() as features,
+        ):
+            logits = self.target.model(tokens[None], cache=self._caches)
+        return logits[0].astype(mx.float32), features() if features else None
+
+    def settle(self, keep: int) -> None:
+        """Of all rows since the last call the first `keep` stand; the others leave no trace."""
+        self._rewinder.settle(keep)
+        if not self._quantized and self.offset >= self.options.quantized_kv_start:
+            self._replace(lambda c: hasattr(c, "to_quantized"), self._quantize)
+            self._quantized = True
+
+    def _quantize(self, cache: Any) -> Any:
+        return cache.to_quantized(group_size=self.options.kv_group_size, bits=self.options.kv_bits)
+
+    def _keep_sinks(self) -> None:
+        if self.options.max_kv_size:
+            self._replace(lambda c: type(c) is RotatingKVCache, lambda c: SinkWindow.from_state(c.state))
+
+    def _replace(self, applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> None:
+        self._caches[:] = [change(c) if applies(c) else c for c in self._caches]
+        if self.target.rewinds:
+            self._rewinder.rebind(self._caches)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The most tokens that the model was made for, if its configuration says."""
+    args = getattr(model, "args", None)
+    for config in (args, getattr(args, "text_config", None)):
+        known = config if isinstance(config, dict) else vars(config) if config is not None else {}
+        if isinstance(known.get("max_position_embeddings"), int):
+            return known["max_position_embeddings"]
+    return None
