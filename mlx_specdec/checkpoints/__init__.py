@@ -1,0 +1,108 @@
+"""Files to weights: a model and its tokenizer from a GGUF file, a folder, a catalogue name or a Hub id."""
+
+import logging
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, SpecDecError
+from .hub import catalogue, fetch
+from .precision import check_dtype, to_dtype
+
+if TYPE_CHECKING:
+    from mlx import nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_log = logging.getLogger(__name__)
+
+
+def load(
+    source: str | PathLike[str],
+    *,
+    dtype: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: str | PathLike[str] | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> "tuple[nn.Module, TokenizerWrapper]":
+    """Load an mlx-lm model and its tokenizer.
+
+    `source` is, in this order: a local .gguf file or a local folder in mlx-lm's format; a name in
+    models.toml; the id of a Hub repository. A local path never touches the network.
+
+    `dtype` (float32, float16, bfloat16) makes quantised weights dense and casts the floating ones; None keeps
+    them as they are. `lazy` leaves the parameters unevaluated. `adapter_path` is a folder of LoRA adapters.
+    `tokenizer_config` and `model_config` replace fields of the checkpoint's own; `revision` and
+    `trust_remote_code` concern folders and Hub repositories only.
+
+    Raises OptionError for an unknown dtype and CheckpointError for a model that cannot be found, fetched or
+    read.
+    """
+    import mlx.core as mx
+
+    check_dtype(dtype)
+    path = _find(source)
+    try:
+        if path is not None and path.is_file():
+            model, tokenizer = _load_file(path, tokenizer_config, model_config)
+            if adapter_path is not None:
+                from mlx_lm.utils import load_adapters
+
+                model = load_adapters(model, str(adapter_path))
+        else:
+            import mlx_lm
+
+            model, tokenizer = mlx_lm.load(
+                str(path or source),
+                tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+                model_config=dict(model_config or {}),
+                adapter_path=None if adapter_path is None else str(adapter_path),
+                lazy=True,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+            )
+        if dtype is not None:
+            model = to_dtype(model, dtype)
+        if not lazy:
+            mx.eval(model.parameters())
+    except SpecDecError:
+        raise
+    except Exception as error:  # a checkpoint can be wrong in as many ways as the libraries below have exceptions
+        said = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
+        hint = "that it is whole and in a format that mlx-lm reads" if path else "the name and the network"
+        raise CheckpointError(f"{source} cannot be loaded ({type(error).__name__}: {said}); check {hint}.") from error
+    model.eval()
+    return model, tokenizer
+
+
+def _find(source: str | PathLike[str]) -> Path | None:
+    """The local file or folder that `source` names, fetched if it is in the catalogue; None for a Hub id."""
+    text = str(source)
+    path = Path(text).expanduser()
+    if text and path.exists():
+        return path
+    entries = catalogue()
+    if text in entries:
+        return fetch(entries[text], progress=_log.info)
+    looks_like_a_path = text.endswith(".gguf") or text.startswith(("/", "./", "../", "~")) or not text
+    if looks_like_a_path or not isinstance(source, str):
+        raise CheckpointError(
+            f"{text!r} does not exist; give a .gguf file, a model folder, one of {', '.join(entries)}, or a Hub id."
+        )
+    return None
+
+
+def _load_file(
+    path: Path, tokenizer_config: Mapping[str, Any] | None, model_config: Mapping[str, Any] | None
+) -> "tuple[nn.Module, TokenizerWrapper]":
+    from .gguf import load_gguf
+    from .gguf_file import GGUFFile
+    from .gguf_tokenizer import load_tokenizer
+
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is a file but not a .gguf one; give a .gguf file or a model folder.")
+    file = GGUFFile(path)
+    return load_gguf(file, model_config), load_tokenizer(file, tokenizer_config)
