@@ -75,7 +75,7 @@ class ModelOptions:
 
 
 _MODEL_OPTIONS = [
-    click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, catalogue name, Hub id."),
+    click.option("--model", default=DEFAULT_MODEL, show_default=True, help="A folder, .gguf file, name or Hub id."),
     click.option("--dtype", type=click.Choice(DTYPES), help="Make all weights dense and of this type."),
     click.option("--drafter", type=click.Choice(DRAFTERS), help="Default: ngram_simple, or the draft model given."),
     click.option("--draft-model", help="A smaller model with the same tokenizer."),

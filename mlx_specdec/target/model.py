@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
@@ -85,10 +85,13 @@ class Target:
 
     def _make_caches(self) -> list:
         name = getattr(self.model, "model_type", type(self.model).__name__)
-        if self.options.max_kv_size and hasattr(self.model, "make_cache"):
-            raise OptionError(f"max_kv_size is {self.options.max_kv_size} and {name} makes caches of its own kinds, "
-                              "which it would not change; leave it out")  # fmt: skip
-        caches = make_prompt_cache(self.model, max_kv_size=self.options.max_kv_size)
+        caches = make_prompt_cache(self.model)
+        if size := self.options.max_kv_size:
+            # mlx-lm applies it only to models that leave their caches to it, llama not among them, and says nothing.
+            if any(type(c) is not KVCache for c in caches):
+                raise OptionError(f"max_kv_size is {size} and {name} has caches of its own kinds, which cannot be "
+                                  "limited; leave it out")  # fmt: skip
+            caches = [RotatingKVCache(size, keep=4) for _ in caches]
         if self.options.kv_bits and any(isinstance(c, RotatingKVCache) for c in leaves(caches)):
             raise OptionError(f"kv_bits is {self.options.kv_bits} and {name} has sliding windows, which are not "
                               "quantised; leave it out")  # fmt: skip

@@ -1,0 +1,168 @@
+"""The figures of the README's "Speed" section: medians over interleaved runs in one process.
+
+python scripts/bench_foundation.py plain
+python scripts/bench_foundation.py draft
+python scripts/bench_foundation.py ngram --questions spec_bench_question.jsonl
+python scripts/bench_foundation.py host
+python scripts/bench_foundation.py memory
+"""
+
+import mlx_specdec  # isort: skip  # before mlx.core
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import mlx.core as mx
+from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
+
+from mlx_specdec import SamplingParams, SpecDecoder
+from mlx_specdec.drafters import by_name
+from mlx_specdec.generate import chat
+from mlx_specdec.proof import PROMPTS
+
+Run = Callable[[list[int]], list[int]]
+
+
+def load(quantised: bool = False) -> tuple[Any, Any]:
+    return mlx_specdec.load("smollm2-135m", dtype=None if quantised else "float32")
+
+
+def ours(decoder: SpecDecoder, tokens: int, drafts: int | None = None) -> Run:
+    return lambda prompt: [r.token for r in decoder.stream(prompt, max_tokens=tokens, num_draft_tokens=drafts)]
+
+
+def mlx_lms(model: Any, tokenizer: Any, tokens: int, **options: Any) -> Run:
+    return lambda prompt: [
+        r.token for r in mlx_lm_stream_generate(model, tokenizer, prompt, max_tokens=tokens, **options)
+    ]
+
+
+def compare(ways: dict[str, Run], prompts: list[list[int]], repeats: int) -> dict[str, float]:
+    """Seconds by way, the median over prompts and repeats; ways take turns, and the ids must be the same."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for prompt in prompts:
+        outputs = {name: run(prompt) for name, run in ways.items()}  # the warm-up as well
+        assert len({tuple(o) for o in outputs.values()}) == 1, "the ids differ: no figure"
+        for repeat in range(repeats):
+            order = list(ways) if repeat % 2 == 0 else list(ways)[::-1]
+            for name in order:
+                start = time.perf_counter()
+                ways[name](prompt)
+                times[name].append(time.perf_counter() - start)
+    return {name: median(t) for name, t in times.items()}
+
+
+def say(times: dict[str, float], base: str) -> None:
+    for name, seconds in times.items():
+        click.echo(f"  {name:28s} {seconds:7.3f} s   {times[base] / seconds:5.2f} x {base}")
+
+
+@click.group()
+def main() -> None:
+    """Measure the default model, float32 on a CPU."""
+
+
+@main.command()
+@click.option("--tokens", default=128)
+@click.option("--repeats", default=4)
+def plain(tokens: int, repeats: int) -> None:
+    """Our plain decoding against mlx-lm's."""
+    model, tokenizer = load()
+    prompts = [chat(tokenizer, text, None, {}) for text in PROMPTS[:3]]
+    with SpecDecoder(model, tokenizer) as decoder:
+        ways = {"mlx-lm": mlx_lms(model, tokenizer, tokens), "plain": ours(decoder, tokens)}
+        say(compare(ways, prompts, repeats), "mlx-lm")
+
+
+@main.command()
+@click.option("--tokens", default=96)
+@click.option("--repeats", default=2)
+@click.option("--drafts", default=3)
+def draft(tokens: int, repeats: int, drafts: int) -> None:
+    """Our draft-model decoding against mlx-lm's, the draft being the model itself."""
+    model, tokenizer = load()
+    prompts = [chat(tokenizer, text, None, {}) for text in PROMPTS[:3]]
+    with SpecDecoder(model, tokenizer, draft_model=model) as decoder:
+        theirs = mlx_lms(model, tokenizer, tokens, draft_model=model, num_draft_tokens=drafts)
+        say(compare({"mlx-lm": theirs, "draft_model": ours(decoder, tokens, drafts)}, prompts, repeats), "mlx-lm")
+
+
+@main.command()
+@click.option(
+    "--questions", type=click.Path(exists=True, path_type=Path), required=True, help="Spec-Bench's question.jsonl."
+)
+@click.option("--group", multiple=True, default=("summarization", "rag"))
+@click.option("--each", default=5, help="Prompts of each group.")
+@click.option("--tokens", default=160)
+@click.option("--repeats", default=2)
+@click.option("--ngram-n", default=3)
+@click.option("--ngram-m", default=8)
+def ngram(
+    questions: Path, group: tuple[str, ...], each: int, tokens: int, repeats: int, ngram_n: int, ngram_m: int
+) -> None:
+    """Prompt lookup against plain decoding, on Spec-Bench's prompts."""
+    model, tokenizer = load()
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    make = by_name("ngram_simple", ngram_n=ngram_n, ngram_m=ngram_m)
+    with SpecDecoder(model, tokenizer, make) as decoder:
+        ways = {"plain": ours(decoder, tokens, 0), "ngram_simple": ours(decoder, tokens)}
+        for name in group:
+            texts = [row["turns"][0] for row in rows if row["category"] == name][:each]
+            click.echo(f"{name}, {len(texts)} prompts")
+            say(compare(ways, [chat(tokenizer, text, None, {}) for text in texts], repeats), "plain")
+
+
+@main.command()
+@click.option("--tokens", default=128)
+def host(tokens: int) -> None:
+    """The part of a round that is not the evaluation of its graph, drafting included."""
+    model, tokenizer = load()
+    waited: list[float] = []
+    evaluate = mx.eval
+
+    def timed(*arrays: Any) -> None:
+        start = time.perf_counter()
+        evaluate(*arrays)
+        waited.append(time.perf_counter() - start)
+
+    prompt = chat(tokenizer, PROMPTS[2], None, {})
+    with SpecDecoder(model, tokenizer, by_name("ngram_simple", ngram_n=2, ngram_m=4)) as decoder:
+        shares = []
+        for _ in range(5):
+            responses = decoder.stream(prompt, SamplingParams(), max_tokens=tokens)
+            next(responses)
+            waited.clear()
+            mx.eval = timed  # this process only measures
+            start = time.perf_counter()
+            for _ in responses:
+                pass
+            total = time.perf_counter() - start
+            mx.eval = evaluate
+            shares.append(1 - sum(waited) / total)
+        click.echo(f"  host work: {100 * median(shares):.1f} % of a round ({len(waited)} rounds)")
+
+
+@main.command()
+@click.option("--tokens", default=256)
+def memory(tokens: int) -> None:
+    """Peak memory with prompt lookup against plain decoding."""
+    model, tokenizer = load()
+    prompt = chat(tokenizer, " ".join(PROMPTS) * 4, None, {})
+    peaks = {}
+    with SpecDecoder(model, tokenizer, by_name("ngram_simple", ngram_n=3, ngram_m=8)) as decoder:
+        for name, drafts in (("plain", 0), ("ngram_simple", None)):
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            ours(decoder, tokens, drafts)(prompt)
+            peaks[name] = mx.get_peak_memory() / 1e6
+    for name, peak in peaks.items():
+        click.echo(f"  {name:28s} {peak:7.0f} MB   {peak / peaks['plain']:5.3f} x plain")
+
+
+if __name__ == "__main__":
+    main()
