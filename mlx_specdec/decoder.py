@@ -1,27 +1,25 @@
-"""The round loop: propose, verify, rewind, observe."""
+"""SpecDecoder: rounds of a target and a drafter as a stream of responses, for apps and commands."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from .drafters.base import NOTHING, Draft, Drafter
+from .drafters.base import Drafter
 from .drafters.draft_model import DraftModel
 from .drafters.pairing import check_tokenizers
 from .errors import OptionError, SpecDecError
-from .features import FeatureRequest, Features
+from .features import FeatureRequest
+from .rounds import Round, drafted_rounds, plain_rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams
 from .stats import Stats
-from .target.model import CacheOptions, Target
-from .target.model import Sequence as TargetSequence
+from .target.model import CacheOptions, Target, wired_memory
 from .text import TextStream, encode, stop_tokens
-from .verify import Verdict, verify
 
 
 @dataclass
@@ -43,30 +41,6 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None
     stats: Stats
-
-
-class Round(NamedTuple):
-    """What one round emitted: `tokens`, the first `accepted` of them drafted, with their log-probabilities."""
-
-    tokens: list[int]
-    logprobs: list[mx.array]
-    accepted: int
-    drafted: int
-
-
-class Pass(NamedTuple):
-    """A verify pass, not evaluated yet."""
-
-    verdict: Verdict
-    logprobs: list[mx.array]  # the verdict's, row by row
-    features: Features | None
-    state: list  # the cache's arrays
-
-    def read(self, drafted: int) -> Round:
-        """The one synchronisation of a round."""
-        mx.eval(self)
-        accepted, tokens = np.array(self.verdict.accepted).item(), np.array(self.verdict.tokens).tolist()
-        return Round(tokens[: accepted + 1], self.logprobs, accepted, drafted)
 
 
 class SpecDecoder:
@@ -193,94 +167,33 @@ class SpecDecoder:
     ) -> Iterator[GenerationResponse]:
         """Cut the rounds where the output ends, and give each token its text and figures."""
         began = first = time.perf_counter()
-        while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
-            emitted = next(rounds)
-            stats.rounds += 1
-            stats.drafted += emitted.drafted
-            if stats.tokens == 0:
-                first = time.perf_counter()
-            for place, token in enumerate(emitted.tokens):
-                from_draft = place < emitted.accepted
-                stats.tokens += 1
-                stats.accepted += from_draft
-                piece = "" if token in ends else text.add(token)
-                finish = "stop" if token in ends or text.stopped else "length" if stats.tokens == limit else None
-                yield GenerationResponse(
-                    text=piece + text.finish() if finish else piece,
-                    token=token,
-                    logprobs=emitted.logprobs[place],
-                    from_draft=from_draft,
-                    prompt_tokens=prompt_tokens,
-                    prompt_tps=prompt_tokens / (first - began),
-                    generation_tokens=stats.tokens,
-                    generation_tps=stats.tokens / (time.perf_counter() - first),
-                    peak_memory=mx.get_peak_memory() / 1e9,
-                    finish_reason=finish,
-                    stats=replace(stats),
-                )
-                if finish:
-                    return
-
-
-def plain_rounds(
-    sequence: TargetSequence,
-    prompt: list[int],
-    sampler: Sampler,
-    limit: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Round]:
-    """Plain decoding. No drafter needs to see a token first, so the next pass is always under way already."""
-    for _ in sequence.prefill(prompt, progress):
-        pass
-    last = prompt[-1]
-    this = _verify(sequence, mx.array([last]), NOTHING, sampler)
-    mx.async_eval(this)
-    for remaining in range(limit - 1, -1, -1):
-        sequence.settle(1)
-        sampler.advance([last])
-        following = _verify(sequence, this.verdict.tokens, NOTHING, sampler) if remaining else this
-        mx.async_eval(following)
-        emitted = this.read(drafted=0)
-        last = emitted.tokens[0]
-        yield emitted
-        this = following
-
-
-def drafted_rounds(
-    sequence: TargetSequence,
-    prompt: list[int],
-    sampler: Sampler,
-    limit: int,
-    progress: Callable[[int, int], None] | None,
-    drafter: Drafter,
-    most: int,
-) -> Iterator[Round]:
-    """Speculative decoding with at most `most` drafts a round, until `limit` tokens are emitted.
-
-    Nothing lazy is left where a round is handed out, so another thread may ask for the next one.
-    """
-    drafter.start(prompt)
-    for chunk, features in sequence.prefill(prompt, progress):
-        drafter.observe(chunk, features)
-    last, remaining = prompt[-1], limit
-    while remaining > 0:
-        k = sequence.room(min(most, remaining - 1) + 1) - 1
-        draft = drafter.propose(last, k, sampler) if k > 0 else NOTHING
-        this = _verify(sequence, mx.array([last]), draft, sampler)
-        emitted = this.read(drafted=draft.tokens.shape[0])
-        yield emitted
-        committed = [last, *emitted.tokens[:-1]]
-        sequence.settle(len(committed))
-        sampler.advance(committed)
-        drafter.observe(committed, this.features and this.features.head(len(committed)))
-        if emitted.drafted:
-            drafter.settle(emitted.drafted, emitted.accepted)
-        last = emitted.tokens[-1]
-        remaining -= len(emitted.tokens)
-
-
-def _verify(sequence: TargetSequence, last: mx.array, draft: Draft, sampler: Sampler) -> Pass:
-    """One pass over [last, *draft]; last is int32 [1]."""
-    logits, features = sequence.forward(mx.concatenate([last, draft.tokens]))
-    verdict = verify(logits, last, draft, sampler)
-    return Pass(verdict, list(verdict.logprobs), features, sequence.state)
+        with wired_memory():
+            while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
+                emitted = next(rounds)
+                stats.rounds += 1
+                if stats.rounds % 256 == 0:
+                    mx.clear_cache()  # buffers of sizes that a growing sequence never asks for again
+                stats.drafted += emitted.drafted
+                if stats.tokens == 0:
+                    first = time.perf_counter()
+                for place, token in enumerate(emitted.tokens):
+                    from_draft = place < emitted.accepted
+                    stats.tokens += 1
+                    stats.accepted += from_draft
+                    piece = "" if token in ends else text.add(token)
+                    finish = "stop" if token in ends or text.stopped else "length" if stats.tokens == limit else None
+                    yield GenerationResponse(
+                        text=piece + text.finish() if finish else piece,
+                        token=token,
+                        logprobs=emitted.logprobs[place],
+                        from_draft=from_draft,
+                        prompt_tokens=prompt_tokens,
+                        prompt_tps=prompt_tokens / (first - began),
+                        generation_tokens=stats.tokens,
+                        generation_tps=stats.tokens / (time.perf_counter() - first),
+                        peak_memory=mx.get_peak_memory() / 1e9,
+                        finish_reason=finish,
+                        stats=replace(stats),
+                    )
+                    if finish:
+                        return

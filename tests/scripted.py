@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
-from mlx_specdec.decoder import drafted_rounds, plain_rounds
 from mlx_specdec.drafters.base import NOTHING, Draft, Drafter
 from mlx_specdec.features import FeatureRequest, Features
+from mlx_specdec.rounds import drafted_rounds, plain_rounds
 from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import CacheOptions, Target
 

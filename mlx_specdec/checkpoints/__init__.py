@@ -1,5 +1,6 @@
 """Files to weights: a model and its tokenizer from a GGUF file, a folder, a catalogue name or a Hub id."""
 
+import json
 import logging
 from collections.abc import Mapping
 from os import PathLike
@@ -64,6 +65,7 @@ def load(
                 revision=revision,
                 trust_remote_code=trust_remote_code,
             )
+            _add_ends(tokenizer, _folder(path, source, revision))
         if dtype is not None:
             model = to_dtype(model, dtype)
         if not lazy:
@@ -93,6 +95,26 @@ def _find(source: str | PathLike[str]) -> Path | None:
             f"{text!r} does not exist; give a .gguf file, a model folder, one of {', '.join(entries)}, or a Hub id."
         )
     return None
+
+
+def _folder(path: Path | None, repository: str | PathLike[str], revision: str | None) -> Path:
+    """Where the files of a loaded checkpoint lie."""
+    if path is not None:
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    return Path(str(try_to_load_from_cache(str(repository), "config.json", revision=revision))).parent
+
+
+def _add_ends(tokenizer: "TokenizerWrapper", folder: Path) -> None:
+    """End the text at every token that some file calls an end: mlx-lm lets generation_config.json replace what
+    config.json says, and a model that then runs past its turn opens the next one."""
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            named = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            for token in named if isinstance(named, list) else [named]:
+                if token is not None:
+                    tokenizer.add_eos_token(str(token))
 
 
 def _load_file(

@@ -1,13 +1,14 @@
 """The model being accelerated, as the round loop sees it: any mlx-lm model, not forked."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
@@ -192,6 +193,18 @@ class Sequence:
         self._caches[:] = [change(c) if applies(c) else c for c in self._caches]
         if self.target.rewinds:
             self._rewinder.rebind(self._caches)
+
+
+@contextmanager
+def wired_memory() -> Iterator[None]:
+    """Let the GPU keep what it uses resident, as mlx-lm does while it generates; nothing without a GPU."""
+    before = maybe_set_recommended_wired_limit()
+    try:
+        yield
+    finally:
+        if before is not None:
+            mx.synchronize()
+            mx.set_wired_limit(before)
 
 
 def context_length(model: nn.Module) -> int | None:
