@@ -47,29 +47,41 @@ class SamplingParams:
     acceptance: str = "token"
 
     def __post_init__(self) -> None:
-        self._check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
-        self._check("top_p", self.top_p, 0 <= self.top_p <= 1, "a value from 0 to 1 (0 and 1 keep every token)")
-        self._check("top_k", self.top_k, type(self.top_k) is int and self.top_k >= 0, "0 (every token) or more")
-        self._check("min_p", self.min_p, 0 <= self.min_p <= 1, "a value from 0 to 1")
-        self._check("min_tokens_to_keep", self.min_tokens_to_keep, self.min_tokens_to_keep >= 1, "1 or more")
-        penalty = self.repetition_penalty
-        self._check("repetition_penalty", penalty, penalty is None or penalty >= 0, "0 (none) or more")
-        for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
-            size = getattr(self, name)
-            self._check(name, size, type(size) is int and size >= 1, "a whole number from 1")
-        self._check("acceptance", self.acceptance, self.acceptance in ACCEPTANCE_RULES, ", ".join(ACCEPTANCE_RULES))
+        self._check("temperature", _within(self.temperature, 0, math.inf), "0 or more")
+        self._check("top_p", _within(self.top_p, 0, 1), "a value from 0 to 1 (0 and 1 keep every token)")
+        self._check("top_k", _whole(self.top_k, 0), "0 (every token) or a whole number")
+        self._check("min_p", _within(self.min_p, 0, 1), "a value from 0 to 1")
+        self._check("min_tokens_to_keep", _whole(self.min_tokens_to_keep, 1), "a whole number from 1")
+        for kind, least in (("repetition", 0), ("presence", -math.inf), ("frequency", -math.inf)):
+            penalty = getattr(self, f"{kind}_penalty")
+            self._check(f"{kind}_penalty", penalty is None or _within(penalty, least, math.inf), "0 (none) or a number")
+            self._check(
+                f"{kind}_context_size", _whole(getattr(self, f"{kind}_context_size"), 1), "a whole number from 1"
+            )
+        biases = self.logit_bias.items()
+        wanted = "whole token ids and numbers, or -inf to forbid a token"
+        self._check("logit_bias", all(_whole(t, 0) and (_within(b) or b == -math.inf) for t, b in biases), wanted)
+        self._check("seed", self.seed is None or type(self.seed) is int, "a whole number")
+        self._check("acceptance", self.acceptance in ACCEPTANCE_RULES, ", ".join(ACCEPTANCE_RULES))
 
-    @staticmethod
-    def _check(name: str, value: object, holds: bool, want: str) -> None:
+    def _check(self, name: str, holds: bool, want: str) -> None:
         if not holds:
-            raise OptionError(f"{name} is {value}; choose {want}")
+            raise OptionError(f"{name} is {getattr(self, name)}; choose {want}")
+
+
+def _within(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and least <= value <= most
+
+
+def _whole(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 class Sampler:
     """Chooses the tokens of one sequence, of which `offset` are in the target's cache.
 
-    `choose`, mlx-lm's `sampler`, picks a token for each row of log-probabilities [n, vocab] in its own way; a draft
-    then stands where it is what was picked, which is exact for any such function that treats rows independently.
+    `choose`, mlx-lm's `sampler`, picks a token int [1] from one row of log-probabilities [1, vocab] in its own way; a
+    draft then stands where it is what was picked, which is exact whatever the function.
     A logits processor is called with (tokens so far [n], logits [1, vocab]) for drafted tokens too, which may be
     refused afterwards, so it must be a function of what it is given and keep no count of its calls.
     """
@@ -99,7 +111,7 @@ class Sampler:
         self.offset = 0
         self._history = np.zeros(256, dtype=np.int32)
         self.advance(prompt[:-1])
-        words = Random(secrets.randbits(64) if params.seed is None else params.seed)
+        words = Random(secrets.token_hex() if params.seed is None else str(params.seed))  # of an int it drops the sign
         self._streams = [(words.getrandbits(32), words.getrandbits(32)) for _ in range(3)]
 
     @property

@@ -54,7 +54,7 @@ class DraftModel:
         rows = mx.array([*self._waiting, last])
         self._caught_up, certain = len(self._waiting), rows.shape[0]
         self._waiting = []
-        self._ahead = [rows[-1:]]
+        self._ahead = [mx.array([last])]
         probs = []
         for _ in range(limit):
             logits, _ = self._sequence.forward(self._known(rows), certain)
@@ -73,7 +73,7 @@ class DraftModel:
 
     def _rewind(self, tokens: Sequence[int]) -> int:
         """Keep in the cache what was rightly drafted; returns how many of `tokens` are there now."""
-        fed = np.array(mx.concatenate(self._ahead[:-1])).tolist()  # the last draft was drawn and not fed
+        fed = [np.array(token).item() for token in self._ahead[:-1]]  # the last draft was drawn and not fed
         kept = next(
             (i for i, (a, b) in enumerate(zip(fed, tokens, strict=False)) if a != b),
             min(len(fed), len(tokens)),

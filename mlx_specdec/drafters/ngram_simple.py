@@ -10,6 +10,7 @@ from ..errors import OptionError
 from ..features import FeatureRequest, Features
 from ..sampling import Sampler
 from .base import NOTHING, Draft
+from .history import History, occurrences
 
 
 class NgramSimple:
@@ -24,26 +25,20 @@ class NgramSimple:
 
     def __init__(self, n: int = 12, m: int = 48):
         for option, value in (("ngram_n", n), ("ngram_m", m)):
-            if not 1 <= value <= 1024:
-                raise OptionError(f"{option} is {value}; choose a value from 1 to 1024")
+            if type(value) is not int or not 1 <= value <= 1024:
+                raise OptionError(f"{option} is {value}; choose a whole number from 1 to 1024")
         self.n, self.m = n, m
         self.max_draft = m
-        self._history = np.zeros(0, dtype=np.int32)
-        self._length = 0
+        self._history = History()
 
     def start(self, prompt: Sequence[int]) -> None:
-        self._history = np.zeros(len(prompt) + 1024, dtype=np.int32)
-        self._length = 0
+        self._history = History(len(prompt) + 1024)
 
     def observe(self, tokens: Sequence[int], features: Features | None) -> None:
-        end = self._length + len(tokens)
-        if end > len(self._history):
-            self._history = np.concatenate([self._history, np.zeros(end, dtype=np.int32)])
-        self._history[self._length : end] = tokens
-        self._length = end
+        self._history.extend(tokens)
 
     def propose(self, last: int, limit: int, sampler: Sampler) -> Draft:
-        tokens = lookup(self._history[: self._length], last, self.n, self.m)[:limit]
+        tokens = lookup(self._history.tokens, last, self.n, self.m)[:limit]
         return Draft(mx.array(tokens)) if len(tokens) else NOTHING
 
     def settle(self, drafted: int, accepted: int) -> None:
@@ -57,9 +52,7 @@ def lookup(history: np.ndarray, last: int, n: int, m: int) -> np.ndarray:
         return history[:0]
     pattern = np.append(history[length - n + 1 :], np.int32(last))
     # Places where the whole pattern may begin: not the first token, and early enough to be followed by something.
-    places = np.arange(1, length - n)
-    for offset in range(n - 1, -1, -1):
-        places = places[history[places + offset] == pattern[offset]]
+    places = occurrences(history, pattern, 1, length - n)
     if len(places) == 0:
         return history[:0]
     after = int(places[-1]) + n
