@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.base import Drafter
 from .drafters.draft_model import DraftModel
@@ -68,7 +69,7 @@ class SpecDecoder:
             raise OptionError("both a drafter and a draft_model were given; give one")
         if draft_tokenizer is not None:
             check_tokenizers(tokenizer, draft_tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._closed = False
         speculative = drafter is not None or draft_model is not None
         wants = drafter().wants if drafter else FeatureRequest()

@@ -9,6 +9,7 @@ import click
 
 from .cli import Command, ModelOptions, model_options
 from .errors import OptionError
+from .text import encode_text
 
 
 @click.command("generate", cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,7 +56,7 @@ def command(
 
     params = SamplingParams(temperature=sampling.pop("temp"), **sampling)
     template = _object(chat_template_config)
-    text = sys.stdin.read() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = _standard_input() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     with models.decoder() as decoder:
         use_template = not ignore_chat_template and decoder.tokenizer.has_chat_template
         responses = decoder.stream(
@@ -66,11 +67,14 @@ def command(
             stop=stop,
             extra_eos_tokens=extra_eos_token,
         )
-        if not as_json:
+        if as_json:
+            click.echo(json.dumps(report(list(responses))))
+        elif verbose:
             show(responses, verbose)
-            return
-        said = list(responses)
-        click.echo(json.dumps(report(said)))
+        else:
+            for response in responses:
+                click.echo(response.text, nl=False)
+            click.echo()
 
 
 def chat(tokenizer: Any, message: str, system: str | None, template: dict[str, Any]) -> list[int]:
@@ -81,7 +85,7 @@ def chat(tokenizer: Any, message: str, system: str | None, template: dict[str, A
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
     except Exception as error:  # whatever the template's own code raises
         raise OptionError(f"the chat template refuses this prompt: {error}; use --ignore-chat-template") from error
-    return list(tokenizer.encode(prompt, add_special_tokens=False))
+    return encode_text(tokenizer, prompt, special=False)
 
 
 def report(responses: list) -> dict[str, Any]:
@@ -103,6 +107,13 @@ def report(responses: list) -> dict[str, Any]:
         | {name: getattr(last, name) for name in names}
         | {"stats": last.stats.as_dict()}
     )
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise OptionError(f"standard input is not UTF-8 at byte {error.start}; convert it first") from error
 
 
 def _object(text: str | None) -> dict[str, Any]:

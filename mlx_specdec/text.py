@@ -7,9 +7,11 @@ from .errors import OptionError
 
 
 class TextStream:
-    """Turns tokens into text pieces; the join of all pieces is the whole text, cut before the first stop string.
+    """Turns tokens into text pieces; the join of all pieces is what the tokenizer makes of all tokens, cut before the
+    first stop string. Text that may yet begin a stop string, and half a character, are held back.
 
-    Text that may yet turn out to begin a stop string, or half a character, is held back.
+    mlx-lm's streaming detokenizers are not used: they drop a space that the text begins with, and some a space after
+    a line break.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
@@ -17,23 +19,32 @@ class TextStream:
             stop = (stop,)
         if not all(stop):
             raise OptionError("a stop string is empty; leave it out")
-        self._detokenizer = tokenizer.detokenizer
-        self._stop = stop
+        self._decode, self._stop = tokenizer.decode, stop
+        # The tokens of the last piece, whose text is known, and those after it. A token is decoded after another one,
+        # because some tokenizers write the first of a text without its space.
+        self._before: list[int] = []
+        self._after: list[int] = []
         self._held = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
         """The text that became certain with `token`. Sets `stopped` when a stop string is complete."""
-        self._detokenizer.add_token(token)
-        return self._release(self._detokenizer.last_segment)
+        self._after.append(token)
+        segment = self._segment()
+        if not segment or segment.endswith("\ufffd"):  # nothing yet, or a character that may not be complete
+            return ""
+        self._before, self._after = self._after, []
+        return self._release(segment)
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens come."""
         if self.stopped:
             return ""
-        self._detokenizer.finalize()
-        text = self._release(self._detokenizer.last_segment)
+        text = self._release(self._segment())
         return text if self.stopped else text + self._held
+
+    def _segment(self) -> str:
+        return self._decode(self._before + self._after)[len(self._decode(self._before)) :] if self._after else ""
 
     def _release(self, segment: str) -> str:
         text = self._held + segment
@@ -66,8 +77,23 @@ def stop_tokens(tokenizer: Any, extra: Iterable[int | str] = ()) -> frozenset[in
 
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
-    """A prompt as text, ids or an array -> ids; special tokens are added to text unless it brings its own."""
+    """A prompt as text, ids or an array -> ids; special tokens are added to text unless it brings its own.
+
+    Raises OptionError for what is none of these.
+    """
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
-        return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
-    return [int(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        return encode_text(tokenizer, prompt, special=bos is None or not prompt.startswith(bos))
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence) or not all(type(token) is int for token in ids):
+        raise OptionError(f"the prompt is {str(prompt)[:60]!r}; give text, token ids or a one-dimensional array of ids")
+    return list(ids)
+
+
+def encode_text(tokenizer: Any, text: str, special: bool) -> list[int]:
+    """Text -> ids, with the tokenizer's own first (and last) tokens if `special`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair: bytes on a command line that are not UTF-8
+        raise OptionError(f"the prompt is not text at character {error.start}; give UTF-8") from error
+    return list(tokenizer.encode(text, add_special_tokens=special))

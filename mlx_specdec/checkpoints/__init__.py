@@ -42,7 +42,7 @@ def load(
     Raises OptionError for an unknown dtype and CheckpointError for a model that cannot be found, fetched or
     read.
     """
-    import mlx.core as mx
+    from ..target.model import evaluate
 
     check_dtype(dtype)
     path = _find(source)
@@ -69,7 +69,7 @@ def load(
         if dtype is not None:
             model = to_dtype(model, dtype)
         if not lazy:
-            mx.eval(model.parameters())
+            evaluate(model)
     except SpecDecError:
         raise
     except Exception as error:  # a checkpoint can be wrong in as many ways as the libraries below have exceptions

@@ -61,6 +61,7 @@ class Target:
         """
         self.model, self.options, self.rewinds = model, options or CacheOptions(), rewinds
         self.context = context_length(model)
+        evaluate(model)
         self.mixers: Mixers | None = None
         self.taps: Taps | None = None
         try:
@@ -193,6 +194,12 @@ class Sequence:
         self._caches[:] = [change(c) if applies(c) else c for c in self._caches]
         if self.target.rewinds:
             self._rewinder.rebind(self._caches)
+
+
+def evaluate(model: nn.Module) -> None:
+    """Compute all arrays of a model, those that are no parameters (rotation frequencies) too: a lazy array belongs to
+    the thread that made it, and another could not generate with it."""
+    mx.eval([v for module in model.modules() for v in module.values() if isinstance(v, mx.array)])
 
 
 @contextmanager
