@@ -77,7 +77,11 @@ class SpecDecoder:
         self._draft_target: Target | None = None
         self._make_drafter = drafter
         if draft_model is not None:
-            draft_target = self._draft_target = Target(draft_model)
+            try:
+                draft_target = self._draft_target = Target(draft_model)
+            except BaseException:
+                self.close()
+                raise
             self._make_drafter = lambda: DraftModel(draft_target, self.target.vocab)
 
     def close(self) -> None:

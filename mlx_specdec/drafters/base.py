@@ -19,7 +19,7 @@ class Draft(NamedTuple):
     probs: mx.array | None = None
 
 
-NOTHING = Draft(mx.zeros((0,), dtype=mx.int32))
+NOTHING = Draft(mx.array([], dtype=mx.int32))  # a constant: a lazy array would belong to the importing thread
 
 
 class Drafter(Protocol):

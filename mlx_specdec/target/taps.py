@@ -35,12 +35,19 @@ class Taps:
             release()
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[], Features]]:
-        """Around one pass of batch size 1; the value gives its features afterwards."""
+    def reading(self) -> Iterator[Callable[[], Features | None]]:
+        """Around one pass of batch size 1; the value gives its features afterwards, None if the hooks were released
+        in the middle of it (a closed decoder: the round is the stream's last)."""
         seen: dict[int | str, mx.array] = {}
         self._local.seen = seen
+
+        def read() -> Features | None:
+            if len(seen) < len(self._releases):
+                return None
+            return Features(tuple(seen[i] for i in self.wants.layers), seen.get("final"))
+
         try:
-            yield lambda: Features(tuple(seen[i] for i in self.wants.layers), seen.get("final"))
+            yield read
         finally:
             self._local.seen = None
 
