@@ -57,7 +57,7 @@ def stream_generate(
     num_draft_tokens: int | None = None,
     sampler: "Callable[[mx.array], mx.array] | None" = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     max_kv_size: int | None = None,
     kv_bits: int | None = None,

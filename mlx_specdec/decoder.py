@@ -20,6 +20,7 @@ from .rounds import Round, drafted_rounds, plain_rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams
 from .stats import Stats
 from .target.model import CacheOptions, Target, wired_memory
+from .target.threads import give_up_streams_at_thread_end
 from .text import TextStream, encode, stop_tokens
 
 
@@ -104,7 +105,7 @@ class SpecDecoder:
         *,
         max_tokens: int = 256,
         num_draft_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
         extra_eos_tokens: Sequence[int | str] = (),
         logits_processors: Sequence[LogitsProcessor] = (),
         sampler: Callable[[mx.array], mx.array] | None = None,
@@ -130,7 +131,7 @@ class SpecDecoder:
         else:
             most = drafter.max_draft if num_draft_tokens is None else num_draft_tokens
             rounds = drafted_rounds(sequence, ids, chooser, limit, prompt_progress_callback, drafter, most)
-        text = TextStream(self.tokenizer, stop)
+        text = TextStream(self.tokenizer, () if stop is None else stop)
         ends = stop_tokens(self.tokenizer, extra_eos_tokens)
         stats = Stats(drafter.name if drafter else None)
         return self._responses(rounds, len(ids), limit, text, ends, stats, cancel)
@@ -171,9 +172,11 @@ class SpecDecoder:
         cancel: threading.Event | None,
     ) -> Iterator[GenerationResponse]:
         """Cut the rounds where the output ends, and give each token its text and figures."""
+        finish: str | None = None
         began = first = time.perf_counter()
         with wired_memory():
             while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
+                give_up_streams_at_thread_end()
                 emitted = next(rounds)
                 stats.rounds += 1
                 if stats.rounds % 256 == 0:
@@ -185,10 +188,13 @@ class SpecDecoder:
                     from_draft = place < emitted.accepted
                     stats.tokens += 1
                     stats.accepted += from_draft
-                    piece = "" if token in ends else text.add(token)
-                    finish = "stop" if token in ends or text.stopped else "length" if stats.tokens == limit else None
+                    ended = token in ends
+                    piece = "" if ended else text.add(token)
+                    if ended or text.stopped or stats.tokens == limit:
+                        piece += text.finish()  # which may complete a stop string
+                        finish = "stop" if ended or text.stopped else "length"
                     yield GenerationResponse(
-                        text=piece + text.finish() if finish else piece,
+                        text=piece,
                         token=token,
                         logprobs=emitted.logprobs[place],
                         from_draft=from_draft,

@@ -63,11 +63,11 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def stop_tokens(tokenizer: Any, extra: Iterable[int | str] = ()) -> frozenset[int]:
-    """The end-of-sequence ids of a tokenizer, and `extra` ones given as ids or as the text of single tokens."""
+    """The end-of-sequence ids of a tokenizer, and `extra` ones as ids, also in digits, or as the text of one token."""
     ids = set(tokenizer.eos_token_ids)
     for token in extra:
-        if isinstance(token, int):
-            ids.add(token)
+        if isinstance(token, int) or token.isdecimal():
+            ids.add(int(token))
             continue
         found = tokenizer.encode(token, add_special_tokens=False)
         if len(found) != 1:
