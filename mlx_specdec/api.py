@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .sampling import LogitsProcessor, SamplingParams
 
@@ -54,7 +54,7 @@ def stream_generate(
     draft_model: "nn.Module | None" = None,
     *,
     drafter: "str | Callable[[], Drafter] | None" = None,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: "int | Literal['auto'] | None" = None,
     sampler: "Callable[[mx.array], mx.array] | None" = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     stop: Sequence[str] | None = None,
@@ -68,7 +68,8 @@ def stream_generate(
 ) -> "Iterator[GenerationResponse]":
     """Generate text, one response a token, as mlx-lm's `stream_generate` does, with its argument names and defaults.
 
-    `drafter` is a name ("ngram_simple") or what makes a Drafter; with neither it nor `draft_model` decoding is plain.
+    `drafter` is a name or several ("ngram_map,suffix"), or what makes a Drafter; without it and `draft_model` decoding
+    is plain.
     `sampling` are fields of SamplingParams (temperature, top_p, seed, repetition_penalty, acceptance, ...) or else a
     `sampler` of mlx-lm's kind. Make a SpecDecoder to serve many requests.
     """
@@ -80,8 +81,8 @@ def stream_generate(
     if unknown:
         raise TypeError(f"stream_generate() got an unexpected keyword argument {min(unknown)!r}")
     cache = CacheOptions(max_kv_size, kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
-    make = by_name(drafter) if isinstance(drafter, str) else drafter
-    with SpecDecoder(model, tokenizer, make, draft_model=draft_model, cache=cache) as decoder:
+    makers = by_name(drafter) if isinstance(drafter, str) else drafter
+    with SpecDecoder(model, tokenizer, makers, draft_model=draft_model, cache=cache) as decoder:
         yield from decoder.stream(
             prompt,
             SamplingParams(**sampling),

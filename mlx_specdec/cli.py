@@ -1,8 +1,9 @@
 """What the commands share: options by mlx-lm's names, and errors as one sentence."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,10 +12,13 @@ from .errors import OptionError, SpecDecError
 
 if TYPE_CHECKING:
     from .decoder import SpecDecoder
+    from .drafters import DrafterOptions
+    from .target.model import CacheOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("float32", "float16", "bfloat16")
-DRAFTERS = ("none", "ngram_simple", "draft_model")
+DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix", "draft_model")
+DEFAULT = "suffix, or the draft model given."
 
 
 class Command(click.Command):
@@ -30,7 +34,7 @@ class Command(click.Command):
 
 @dataclass
 class ModelOptions:
-    """Which target, which drafter, and how the target's sequence is remembered."""
+    """Which target, which drafters, and how the target's sequence is remembered."""
 
     model: str
     dtype: str | None
@@ -38,6 +42,13 @@ class ModelOptions:
     draft_model: str | None
     ngram_n: int
     ngram_m: int
+    ngram_min_hits: int
+    ngram_mode: str
+    ngram_n_match: int
+    ngram_n_min: int
+    ngram_n_max: int
+    lookup_cache_static: Path | None
+    lookup_cache_dynamic: Path | None
     max_kv_size: int | None
     kv_bits: int | None
     kv_group_size: int
@@ -47,44 +58,71 @@ class ModelOptions:
 
     def decoder(self) -> "SpecDecoder":
         """Load everything. Raises SpecDecError."""
-        from .api import load
         from .decoder import SpecDecoder
-        from .drafters import by_name
+        from .drafters import DEFAULT, by_name
+
+        names = self.drafter or ("draft_model" if self.draft_model else DEFAULT)
+        if self.draft_model and "draft_model" not in names.split(","):
+            raise OptionError(f"--drafter is {names} and --draft-model is {self.draft_model}; name draft_model as well")
+        makers = [] if names == "none" else by_name(names, self.drafter_options())
+        cache = self.cache_options()
+        model, tokenizer = self.load(self.model)
+        draft_model, draft_tokenizer = self.load(self.draft_model) if self.draft_model else (None, None)
+        return SpecDecoder(
+            model, tokenizer, makers, draft_model=draft_model, draft_tokenizer=draft_tokenizer, cache=cache
+        )
+
+    def drafter_options(self) -> "DrafterOptions":
+        from .drafters import DrafterOptions
+
+        return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
+
+    def cache_options(self) -> "CacheOptions":
+        """Raises OptionError."""
         from .target.model import CacheOptions
 
-        name = self.drafter or ("draft_model" if self.draft_model else "ngram_simple")
-        if (name == "draft_model") != (self.draft_model is not None):
-            raise OptionError(f"--drafter is {name} and --draft-model is {self.draft_model or 'missing'}; "
-                              "they go together")  # fmt: skip
-        cache = CacheOptions(
-            self.max_kv_size,
-            self.kv_bits,
-            self.kv_group_size,
-            self.quantized_kv_start,
-            self.prefill_step_size,
-        )
-        make = by_name(name, ngram_n=self.ngram_n, ngram_m=self.ngram_m) if name == "ngram_simple" else None
-        model, tokenizer = self._load(load, self.model)
-        if self.draft_model is None:
-            return SpecDecoder(model, tokenizer, make, cache=cache)
-        draft_model, draft_tokenizer = self._load(load, self.draft_model)
-        return SpecDecoder(model, tokenizer, draft_model=draft_model, draft_tokenizer=draft_tokenizer, cache=cache)
+        return CacheOptions(**{f.name: getattr(self, f.name) for f in fields(CacheOptions)})
 
-    def _load(self, load: Callable[..., tuple[Any, Any]], source: str) -> tuple[Any, Any]:
+    def load(self, source: str) -> tuple[Any, Any]:
+        """The model and the tokenizer that `source` names. Raises CheckpointError."""
         import mlx.core as mx
+
+        from .api import load
 
         # A CPU has no fast product of quantised or half-precision weights: 40 times slower for the default model.
         dtype = self.dtype or ("float32" if mx.default_device() == mx.cpu else None)
         return load(source, dtype=dtype, trust_remote_code=self.trust_remote_code)
 
 
+class DraftTokens(click.ParamType):
+    """A number, or "auto"."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor auto", param, ctx)
+
+
+_DRAFTER = click.option("--drafter", help="none, or a list: " + ", ".join(DRAFTERS) + ". Default: " + DEFAULT)
 _MODEL_OPTIONS = [
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="A folder, .gguf file, name or Hub id."),
     click.option("--dtype", type=click.Choice(DTYPES), help="Make all weights of this type. On a CPU: float32."),
-    click.option("--drafter", type=click.Choice(DRAFTERS), help="Default: ngram_simple, or the draft model given."),
+    _DRAFTER,
     click.option("--draft-model", help="A smaller model with the same tokenizer."),
     click.option("--ngram-n", default=12, show_default=True, help="Length of the pattern that is looked up."),
     click.option("--ngram-m", default=48, show_default=True, help="Most tokens drafted after a match."),
+    click.option("--ngram-min-hits", default=1, show_default=True, help="ngram_map: matches before it drafts."),
+    click.option("--ngram-mode", default="k", show_default=True, help="ngram_map: k drafts the newest, k4v votes."),
+    click.option("--ngram-n-match", default=24, show_default=True, help="ngram_mod: length of the pattern."),
+    click.option("--ngram-n-min", default=48, show_default=True, help="ngram_mod: shortest draft."),
+    click.option("--ngram-n-max", default=64, show_default=True, help="ngram_mod: longest draft."),
+    click.option("--lookup-cache-static", type=click.Path(path_type=Path), help="ngram_cache: a lookup file."),
+    click.option("--lookup-cache-dynamic", type=click.Path(path_type=Path), help="ngram_cache: one of earlier texts."),
     click.option("--max-kv-size", type=int, help="Remember only so many tokens (the first 4 always)."),
     click.option("--kv-bits", type=int, help="Quantise the key-value cache to so many bits."),
     click.option("--kv-group-size", default=64, show_default=True, help="Group size of the quantised cache."),
@@ -94,15 +132,20 @@ _MODEL_OPTIONS = [
 ]  # fmt: skip
 
 
-def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of ModelOptions; it is called with `models` and its other options."""
+def model_options(function: Callable[..., Any], *, drafter: bool = True) -> Callable[..., Any]:
+    """Give a command the options of ModelOptions; it is called with `models` and its other options.
+
+    With `drafter` False it has no --drafter, and that of `models` is None."""
     names = ModelOptions.__dataclass_fields__
 
     @wraps(function)  # which also hands on the options given to it so far
     def call(**given: Any) -> Any:
+        if not drafter:
+            given["drafter"] = None
         models = ModelOptions(**{name: given.pop(name) for name in names})
         return function(models=models, **given)
 
     for option in reversed(_MODEL_OPTIONS):
-        option(call)
+        if drafter or option is not _DRAFTER:
+            option(call)
     return call

@@ -4,19 +4,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .draft_length import Auto, Fixed
+from .drafters import Maker
 from .drafters.base import Drafter
+from .drafters.chain import Chain
 from .drafters.draft_model import DraftModel
 from .drafters.pairing import check_tokenizers
 from .errors import OptionError, SpecDecError
-from .features import FeatureRequest
-from .rounds import Round, drafted_rounds, plain_rounds
+from .rounds import Round, rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams
 from .stats import Stats
 from .target.model import CacheOptions, Target, wired_memory
@@ -55,35 +58,43 @@ class SpecDecoder:
         self,
         model: nn.Module,
         tokenizer: Any,
-        drafter: Callable[[], Drafter] | None = None,
+        drafter: Maker | Sequence[Maker] | None = None,
         *,
         draft_model: nn.Module | None = None,
         draft_tokenizer: Any = None,
         cache: CacheOptions | None = None,
     ):
-        """`drafter` makes a drafter for each sequence (a class will do); `draft_model` is short for a DraftModel.
+        """`drafter` makes a drafter for each sequence (a class will do), or is several that do, asked in that order;
+        `draft_model` drafts after them, or where "draft_model" stands among them. With neither, decoding is plain.
 
-        With neither, decoding is plain. Raises UnsupportedModelError for a model whose cache cannot be rewound, and
-        PairingError when `draft_tokenizer` is given and is another than the target's.
+        Raises UnsupportedModelError for a model whose cache cannot be rewound, and PairingError when `draft_tokenizer`
+        is given and is another than the target's.
         """
-        if drafter is not None and draft_model is not None:
-            raise OptionError("both a drafter and a draft_model were given; give one")
         if draft_tokenizer is not None:
             check_tokenizers(tokenizer, draft_tokenizer)
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._closed = False
-        speculative = drafter is not None or draft_model is not None
-        wants = drafter().wants if drafter else FeatureRequest()
-        self.target = Target(model, cache, wants=wants, rewinds=speculative)
+        self._auto = Auto()
+        several = isinstance(drafter, Sequence) and not isinstance(drafter, str)
+        makers: list[Maker] = list(drafter) if several else [drafter] if drafter else []  # type: ignore[arg-type, list-item]
+        if draft_model is not None and "draft_model" not in makers:
+            makers.append("draft_model")
+        if draft_model is None and "draft_model" in makers:
+            raise OptionError("the drafter draft_model takes a model; give one (draft_model, --draft-model)")
+        wants = Chain([make() for make in makers if not isinstance(make, str)], self._auto).wants
+        self.target = Target(model, cache, wants=wants, rewinds=bool(makers))
         self._draft_target: Target | None = None
-        self._make_drafter = drafter
         if draft_model is not None:
             try:
-                draft_target = self._draft_target = Target(draft_model)
+                self._draft_target = Target(draft_model)
             except BaseException:
                 self.close()
                 raise
-            self._make_drafter = lambda: DraftModel(draft_target, self.target.vocab)
+        self._makers = [self._make_draft_model if isinstance(make, str) else make for make in makers]
+
+    def _make_draft_model(self) -> Drafter:
+        assert self._draft_target is not None
+        return DraftModel(self._draft_target, self.target.vocab)
 
     def close(self) -> None:
         """Stop the streams that run, before their next round, and leave the models as they were."""
@@ -104,7 +115,7 @@ class SpecDecoder:
         params: SamplingParams | None = None,
         *,
         max_tokens: int = 256,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: int | Literal["auto"] | None = None,
         stop: Sequence[str] | None = None,
         extra_eos_tokens: Sequence[int | str] = (),
         logits_processors: Sequence[LogitsProcessor] = (),
@@ -114,29 +125,27 @@ class SpecDecoder:
     ) -> Iterator[GenerationResponse]:
         """Generate, one response a token, as they come.
 
-        max_tokens -1 is no limit, 0 gives nothing. num_draft_tokens is the most drafted in a round, by default the
-        drafter's own number; 0 is plain decoding. `stop` strings end the text before them. `sampler` chooses tokens
-        in its own way (see Sampler). `cancel`, set from any thread, ends the stream before its next round; closing
-        the iterator does too. Raises OptionError for a value or a prompt that cannot be used.
+        max_tokens -1 is no limit, 0 gives nothing. num_draft_tokens is the most drafted in a round; "auto", also None,
+        chooses by measurement what gives the most tokens per second, 0 is plain decoding. `stop` strings end the text
+        before them. `sampler` chooses tokens in its own way (see Sampler). `cancel`, set from any thread, ends the
+        stream before its next round; closing the iterator does too. Raises OptionError for a value or a prompt that
+        cannot be used.
         """
         params = params or SamplingParams()
         ids = encode(self.tokenizer, prompt)
         self._check(ids, params, max_tokens, num_draft_tokens)
         limit = self._limit(len(ids), max_tokens)
-        drafter = self._make_drafter() if self._make_drafter and num_draft_tokens != 0 else None
+        drafters = [] if num_draft_tokens == 0 else [make() for make in self._makers]
+        fixed = 0 if not drafters else num_draft_tokens if isinstance(num_draft_tokens, int) else None
+        chain = Chain(drafters, self._auto if fixed is None else Fixed(fixed))
         chooser = Sampler(params, ids, logits_processors, sampler)
-        sequence = self.target.sequence()
-        if drafter is None:
-            rounds = plain_rounds(sequence, ids, chooser, limit, prompt_progress_callback)
-        else:
-            most = drafter.max_draft if num_draft_tokens is None else num_draft_tokens
-            rounds = drafted_rounds(sequence, ids, chooser, limit, prompt_progress_callback, drafter, most)
+        emitting = rounds(self.target.sequence(), ids, chooser, limit, chain, prompt_progress_callback)
         text = TextStream(self.tokenizer, () if stop is None else stop)
         ends = stop_tokens(self.tokenizer, extra_eos_tokens)
-        stats = Stats(drafter.name if drafter else None)
-        return self._responses(rounds, len(ids), limit, text, ends, stats, cancel)
+        stats = Stats(",".join(d.name for d in drafters) or None)
+        return self._responses(emitting, chain, len(ids), limit, text, ends, stats, cancel)
 
-    def _check(self, ids: list[int], params: SamplingParams, max_tokens: int, num_draft_tokens: int | None) -> None:
+    def _check(self, ids: list[int], params: SamplingParams, max_tokens: int, num_draft_tokens: object) -> None:
         vocab, context = self.target.vocab, self.target.context
         if self._closed:
             raise SpecDecError("this decoder is closed; make a new one")
@@ -148,8 +157,9 @@ class SpecDecoder:
                 raise OptionError(f"{name} token {wrong} and the model knows 0 to {vocab - 1}; use its own tokenizer")
         if max_tokens < -1:
             raise OptionError(f"max_tokens is {max_tokens}; choose 0 or more, or -1 for no limit")
-        if num_draft_tokens is not None and num_draft_tokens < 0:
-            raise OptionError(f"num_draft_tokens is {num_draft_tokens}; choose 0 (plain decoding) or more")
+        fixed = type(num_draft_tokens) is int and num_draft_tokens >= 0
+        if not fixed and num_draft_tokens not in (None, "auto"):
+            raise OptionError(f"num_draft_tokens is {num_draft_tokens}; choose auto, 0 (plain decoding) or more")
         if context is not None and len(ids) >= context and self.target.options.max_kv_size is None:
             raise OptionError(f"the prompt has {len(ids)} tokens and the model's context is {context}; shorten it or "
                               "set max_kv_size")  # fmt: skip
@@ -163,7 +173,8 @@ class SpecDecoder:
 
     def _responses(
         self,
-        rounds: Iterator[Round],
+        emitting: Iterator[Round],
+        chain: Chain,
         prompt_tokens: int,
         limit: int,
         text: TextStream,
@@ -174,20 +185,18 @@ class SpecDecoder:
         """Cut the rounds where the output ends, and give each token its text and figures."""
         finish: str | None = None
         began = first = time.perf_counter()
-        with wired_memory():
+        with wired_memory(), closing(chain):
             while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
                 give_up_streams_at_thread_end()
-                emitted = next(rounds)
-                stats.rounds += 1
+                emitted = next(emitting)
+                stats.add(emitted)
                 if stats.rounds % 256 == 0:
                     mx.clear_cache()  # buffers of sizes that a growing sequence never asks for again
-                stats.drafted += emitted.drafted
                 if stats.tokens == 0:
                     first = time.perf_counter()
                 for place, token in enumerate(emitted.tokens):
                     from_draft = place < emitted.accepted
-                    stats.tokens += 1
-                    stats.accepted += from_draft
+                    stats.emit(emitted.drafter if from_draft else None)
                     ended = token in ends
                     piece = "" if ended else text.add(token)
                     if ended or text.stopped or stats.tokens == limit:
@@ -204,7 +213,7 @@ class SpecDecoder:
                         generation_tps=stats.tokens / (time.perf_counter() - first),
                         peak_memory=mx.get_peak_memory() / 1e9,
                         finish_reason=finish,
-                        stats=replace(stats),
+                        stats=stats.copy(),
                     )
                     if finish:
                         return

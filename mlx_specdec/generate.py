@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .cli import Command, ModelOptions, model_options
+from .cli import Command, DraftTokens, ModelOptions, model_options
 from .errors import OptionError
 from .text import encode_text
 
@@ -27,9 +27,10 @@ from .text import encode_text
 @click.option("--presence-penalty", type=float, help="Subtract from the logits of recent tokens.")
 @click.option("--frequency-penalty", type=float, help="Subtract for every recent occurrence of a token.")
 @click.option("--seed", type=int, help="The same seed gives the same text.")
-@click.option("--acceptance", type=click.Choice(["token", "block", "coupled"]), default="token", show_default=True,
-              help="The exact rule by which drafts stand at temperatures above 0.")  # fmt: skip
-@click.option("--num-draft-tokens", type=int, help="Most tokens drafted in a round; by default the drafter's number.")
+@click.option("--acceptance", type=click.Choice(["token", "block", "coupled"]),
+              help="The exact rule by which drafts stand. Default: token, with a seed coupled.")  # fmt: skip
+@click.option("--num-draft-tokens", type=DraftTokens(), default="auto", show_default=True,
+              help="Most tokens drafted in a round; auto chooses by measurement, 0 is plain decoding.")  # fmt: skip
 @click.option("--stop", multiple=True, help="End the text before this string; may be repeated.")
 @click.option("--extra-eos-token", multiple=True, help="A token that ends the text; may be repeated.")
 @click.option("--chat-template-config", help="More arguments of the chat template, as a JSON object.")
@@ -41,7 +42,7 @@ def command(
     prompt: str,
     system_prompt: str | None,
     max_tokens: int,
-    num_draft_tokens: int | None,
+    num_draft_tokens: Any,
     stop: tuple[str, ...],
     extra_eos_token: tuple[str, ...],
     chat_template_config: str | None,

@@ -18,7 +18,7 @@ SIGNIFICANCE = 1e-3
 @model_options
 @click.option("--prompt", "-p", "prompts", multiple=True, help="A prompt; may be repeated. Default: built-in ones.")
 @click.option("--max-tokens", "-m", default=128, show_default=True, help="Tokens compared for each prompt.")
-@click.option("--num-draft-tokens", type=int, help="Most tokens drafted in a round; by default the drafter's number.")
+@click.option("--num-draft-tokens", type=click.IntRange(1), default=8, show_default=True, help="Drafts a round.")
 @click.option("--temp", default=0.8, show_default=True, help="Temperature of the distribution test; 0 leaves it out.")
 @click.option("--acceptance", type=click.Choice(["token", "block", "coupled"]), default="token", show_default=True,
               help="The rule that the distribution test runs.")  # fmt: skip
@@ -31,7 +31,7 @@ def command(
     models: ModelOptions,
     prompts: tuple[str, ...],
     max_tokens: int,
-    num_draft_tokens: int | None,
+    num_draft_tokens: int,
     temp: float,
     acceptance: str,
     seed: int,
@@ -47,9 +47,9 @@ def command(
 
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}; choose 1 or more")
-    if models.drafter == "none" or num_draft_tokens == 0:
-        raise OptionError("without a drafter there is nothing to prove; choose a drafter and 1 or more draft tokens")
-    rows = (num_draft_tokens or 7) + 1
+    if models.drafter == "none":
+        raise OptionError("--drafter is none, so there is nothing to prove; choose a drafter")
+    rows = num_draft_tokens + 1
     greedy = SamplingParams()
     found: dict[str, Any] = {"prompts": [], "arithmetic": [], "law": None}
     places: list[float] = []

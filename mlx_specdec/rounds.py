@@ -1,12 +1,15 @@
 """The round loop: propose, verify, rewind, observe."""
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .drafters.base import NOTHING, Draft, Drafter
+from .draft_length import Outcome
+from .drafters.base import NOTHING, Draft
+from .drafters.chain import Chain
 from .features import Features
 from .sampling import Sampler
 from .target.model import Sequence
@@ -14,12 +17,20 @@ from .verify import Verdict, verify
 
 
 class Round(NamedTuple):
-    """What one round emitted: `tokens`, the first `accepted` of them drafted, with their log-probabilities."""
+    """What one round emitted: `tokens`, the first `accepted` of them drafted, with their log-probabilities.
+
+    `drafter` is who drafted, None if nobody did. Seconds: `drafting` until the draft's graph is built, `verifying` the
+    wait for the device, which computes the draft as well, `host` all other work since the round before was handed out.
+    """
 
     tokens: list[int]
     logprobs: list[mx.array]
-    accepted: int
+    drafter: str | None
     drafted: int
+    accepted: int
+    drafting: float
+    verifying: float
+    host: float
 
 
 class Pass(NamedTuple):
@@ -30,68 +41,69 @@ class Pass(NamedTuple):
     features: Features | None
     state: list  # the cache's arrays
 
-    def read(self, drafted: int) -> Round:
-        """The one synchronisation of a round."""
+    def read(self) -> tuple[list[int], int]:
+        """The tokens emitted, and how many of them were drafted: the one synchronisation of a round."""
         mx.eval(self)
         accepted, tokens = np.array(self.verdict.accepted).item(), np.array(self.verdict.tokens).tolist()
-        return Round(tokens[: accepted + 1], self.logprobs, accepted, drafted)
+        return tokens[: accepted + 1], accepted
 
 
-def plain_rounds(
+def rounds(
     sequence: Sequence,
     prompt: list[int],
     sampler: Sampler,
     limit: int,
+    chain: Chain,
     progress: Callable[[int, int], None] | None = None,
+    clock: Callable[[], float] = perf_counter,
 ) -> Iterator[Round]:
-    """Plain decoding. No drafter needs to see a token first, so the next pass is always under way already."""
-    for _ in sequence.prefill(prompt, progress):
-        pass
-    last = prompt[-1]
-    this = _verify(sequence, mx.array([last]), NOTHING, sampler)
-    mx.async_eval(this)
-    for remaining in range(limit - 1, -1, -1):
-        sequence.settle(1)
-        sampler.advance([last])
-        following = _verify(sequence, this.verdict.tokens, NOTHING, sampler) if remaining else this
-        mx.async_eval(following)
-        emitted = this.read(drafted=0)
-        last = emitted.tokens[0]
-        yield emitted
-        this = following
+    """Decode until `limit` tokens are emitted; plain decoding is a chain without drafters.
 
-
-def drafted_rounds(
-    sequence: Sequence,
-    prompt: list[int],
-    sampler: Sampler,
-    limit: int,
-    progress: Callable[[int, int], None] | None,
-    drafter: Drafter,
-    most: int,
-) -> Iterator[Round]:
-    """Speculative decoding with at most `most` drafts a round, until `limit` tokens are emitted.
-
-    Nothing lazy is left where a round is handed out, so another thread may ask for the next one.
+    After a round without a draft the next pass may be under way already, before the token was looked at (`ahead`),
+    which hides the host's work; the drafters are then only asked whether that should go on. Nothing lazy is left where
+    a round is handed out, so another thread may ask for the next one.
     """
-    drafter.start(prompt)
-    for chunk, features in sequence.prefill(prompt, progress):
-        drafter.observe(chunk, features)
-    last, remaining = prompt[-1], limit
+    chain.start(prompt)
+    for chunk, known in sequence.prefill(prompt, progress):
+        chain.observe(chunk, known)
+    last, remaining, after = prompt[-1], limit, 0.0
+    ahead: Pass | None = None
     while remaining > 0:
-        k = sequence.room(min(most, remaining - 1) + 1) - 1
-        draft = drafter.propose(last, k, sampler) if k > 0 else NOTHING
-        this = _verify(sequence, mx.array([last]), draft, sampler)
-        emitted = this.read(drafted=draft.tokens.shape[0])
-        yield emitted
-        committed = [last, *emitted.tokens[:-1]]
-        sequence.settle(len(committed))
-        sampler.advance(committed)
-        drafter.observe(committed, this.features and this.features.head(len(committed)))
-        if emitted.drafted:
-            drafter.settle(emitted.drafted, emitted.accepted)
-        last = emitted.tokens[-1]
-        remaining -= len(emitted.tokens)
+        started = clock()
+        room = sequence.room(remaining) - 1
+        if ahead is None:
+            draft = chain.propose(last, room, sampler)
+            wanted = len(draft.tokens) > 0
+            proposed = clock()
+            this = _verify(sequence, mx.array([last]), draft, sampler)
+        else:
+            draft, wanted, this = NOTHING, chain.would_draft(last, room, sampler), ahead
+            proposed = clock()
+        ahead = None
+        if not wanted and remaining > 1 and chain.length.look_ahead():
+            mx.async_eval(this)
+            sequence.settle(1)
+            sampler.advance([last])
+            ahead = _verify(sequence, this.verdict.tokens, NOTHING, sampler)
+            mx.async_eval(ahead)
+        built = clock()
+        tokens, accepted = this.read()
+        read = clock()
+        drafted, name = len(draft.tokens), chain.winner.name if chain.winner else None
+        yield Round(
+            tokens, this.logprobs, name, drafted, accepted, proposed - started, read - built, built - proposed + after
+        )
+        resumed = clock()
+        committed = [last, *tokens[:-1]]
+        if ahead is None:
+            sequence.settle(len(committed))
+            sampler.advance(committed)
+        chain.observe(committed, this.features and this.features.head(len(committed)))
+        chain.settle(drafted, accepted)
+        last = tokens[-1]
+        remaining -= len(tokens)
+        after = clock() - resumed
+        chain.length.record(Outcome(chain.winner, draft, accepted, read - started + after))
 
 
 def _verify(sequence: Sequence, last: mx.array, draft: Draft, sampler: Sampler) -> Pass:

@@ -28,7 +28,8 @@ class SamplingParams:
     """How tokens are chosen, under mlx-lm's names and defaults. Raises OptionError for a value that cannot be used.
 
     `acceptance` picks among three exact rules: `token` and `block` keep the distribution, `coupled` also gives the
-    very ids of plain decoding with the same seed. Without a seed every request draws its own.
+    very ids of plain decoding with the same seed. By default it is `coupled` with a seed, so that the text does not
+    depend on what was drafted, and `token` without. Without a seed every request draws its own.
     """
 
     temperature: float = 0.0
@@ -44,7 +45,7 @@ class SamplingParams:
     frequency_penalty: float | None = None
     frequency_context_size: int = 20
     seed: int | None = None
-    acceptance: str = "token"
+    acceptance: str | None = None
 
     def __post_init__(self) -> None:
         self._check("temperature", _within(self.temperature, 0, math.inf), "0 or more")
@@ -62,7 +63,12 @@ class SamplingParams:
         wanted = "whole token ids and numbers, or -inf to forbid a token"
         self._check("logit_bias", all(_whole(t, 0) and (_within(b) or b == -math.inf) for t, b in biases), wanted)
         self._check("seed", self.seed is None or type(self.seed) is int, "a whole number")
-        self._check("acceptance", self.acceptance in ACCEPTANCE_RULES, ", ".join(ACCEPTANCE_RULES))
+        self._check("acceptance", self.acceptance in (None, *ACCEPTANCE_RULES), ", ".join(ACCEPTANCE_RULES))
+
+    @property
+    def rule(self) -> str:
+        """The acceptance rule, the default resolved."""
+        return self.acceptance or ("token" if self.seed is None else "coupled")
 
     def _check(self, name: str, holds: bool, want: str) -> None:
         if not holds:
@@ -121,7 +127,7 @@ class Sampler:
     @property
     def matches(self) -> bool:
         """Whether drafts stand by matching the target's picks, and not by their probabilities."""
-        return self.greedy or self.choose is not None or self.params.acceptance == "coupled"
+        return self.greedy or self.choose is not None or self.params.rule == "coupled"
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens are in the cache now."""

@@ -28,7 +28,7 @@ def verify(logits: mx.array, last: mx.array, draft: Draft, sampler: Sampler) -> 
     if k == 0 or sampler.matches:
         picks = sampler.pick(logprobs)
         return Verdict(acceptance.match(picks, draft.tokens), picks, logprobs)
-    rule = {"token": acceptance.token, "block": acceptance.block}[sampler.params.acceptance]
+    rule = {"token": acceptance.token, "block": acceptance.block}[sampler.params.rule]
     p = mx.softmax(sampler.filtered(logprobs), axis=-1)
     q = _one_hot(draft.tokens, p.shape[-1]) if draft.probs is None else draft.probs
     accepted, weights = rule(p, q, draft.tokens, sampler.uniforms(k))

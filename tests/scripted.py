@@ -9,9 +9,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
+from mlx_specdec.draft_length import Fixed
 from mlx_specdec.drafters.base import NOTHING, Draft, Drafter
+from mlx_specdec.drafters.chain import Chain
 from mlx_specdec.features import FeatureRequest, Features
-from mlx_specdec.rounds import drafted_rounds, plain_rounds
+from mlx_specdec.rounds import Round, rounds
 from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import CacheOptions, Target
 
@@ -24,6 +26,7 @@ class Scripted:
 
     name = "scripted"
     max_draft = 8
+    free = True
 
     def __init__(
         self,
@@ -54,6 +57,9 @@ class Scripted:
 
     def settle(self, drafted: int, accepted: int) -> None:
         self.settled.append((drafted, accepted))
+
+    def close(self) -> None:
+        pass
 
 
 def scripts(vocab: int, seed: int = 0) -> dict[str, Callable[[int, int], int]]:
@@ -87,7 +93,15 @@ def plain(
     """What our plain decoding gives."""
     sequence = Target(model, cache, rewinds=False).sequence()
     sampler = Sampler(SamplingParams(**sampling), prompt)
-    return [t for emitted in plain_rounds(sequence, list(prompt), sampler, tokens) for t in emitted.tokens]
+    emitting = rounds(sequence, list(prompt), sampler, tokens, Chain([], Fixed(0)))
+    return [t for emitted in emitting for t in emitted.tokens]
+
+
+def drafted_rounds(
+    sequence: Any, prompt: Sequence[int], sampler: Sampler, tokens: int, drafter: Drafter, most: int
+) -> Iterator[Round]:
+    """Rounds with one drafter, which may propose `most` tokens in each."""
+    return rounds(sequence, list(prompt), sampler, tokens, Chain([drafter], Fixed(most)))
 
 
 def drafted(
@@ -97,14 +111,8 @@ def drafted(
     sequence = target.sequence()
     sampler = Sampler(SamplingParams(**sampling), prompt)
     ids: list[int] = []
-    for emitted in drafted_rounds(sequence, list(prompt), sampler, tokens, None, drafter, most):
+    for emitted in drafted_rounds(sequence, prompt, sampler, tokens, drafter, most):
         held = sequence.offset - emitted.drafted - 1  # the rewind comes after the round is handed out
         assert held == len(prompt) - 1 + len(ids)
         ids += emitted.tokens
     return ids
-
-
-def offsets(sequence: Any) -> Iterator[int]:
-    """The offsets that the caches themselves report, where their kind has one."""
-    for cache in sequence.caches:
-        yield from (c.offset for c in [cache] if hasattr(c, "offset"))

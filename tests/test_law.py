@@ -17,7 +17,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_specdec import acceptance
-from mlx_specdec.decoder import drafted_rounds
 from mlx_specdec.drafters.base import Draft, Drafter
 from mlx_specdec.drafters.draft_model import DraftModel
 from mlx_specdec.drafters.ngram_simple import NgramSimple
@@ -26,7 +25,7 @@ from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import Target
 from tests import zoo
 from tests.law import Law, critical, exact, misfit
-from tests.scripted import Scripted, drafted, plain, scripts
+from tests.scripted import Scripted, drafted, drafted_rounds, plain, scripts
 
 VOCAB, LENGTH = 12, 3
 PROMPT = [1, 4, 2, 1, 5, 2, 1, 4]
@@ -85,7 +84,7 @@ def true_law(sampling: str) -> Law:
 class Blind:
     """Looks at `last` alone."""
 
-    name, max_draft, wants = "blind", 3, FeatureRequest()
+    name, max_draft, free, wants = "blind", 3, True, FeatureRequest()
 
     def start(self, prompt: Sequence[int]) -> None: ...
 
@@ -147,7 +146,7 @@ def counts(rule: str, sampling: str, drafter: Drafter, runs: int) -> Counter[tup
         params = SamplingParams(**SAMPLING[sampling], acceptance=rule, seed=seed)
         ids: list[int] = []
         chooser, sequence = Sampler(params, PROMPT), target().sequence()
-        for this in drafted_rounds(sequence, PROMPT, chooser, LENGTH + 3, None, drafter, drafter.max_draft):
+        for this in drafted_rounds(sequence, PROMPT, chooser, LENGTH + 3, drafter, drafter.max_draft):
             ids += this.tokens
             if len(ids) >= LENGTH:
                 break
@@ -297,6 +296,6 @@ def test_coupled_ids_are_plain_decodings(seed: int):
 def test_a_draft_model_with_the_targets_weights_is_believed(rule: str, temperature: float):
     params = SamplingParams(temperature=temperature, acceptance=rule, seed=0)
     twin = DraftModel(Target(zoo.build("llama", **TINY)), VOCAB)
-    rounds = drafted_rounds(target().sequence(), PROMPT, Sampler(params, PROMPT), 200, None, twin, 4)
+    rounds = drafted_rounds(target().sequence(), PROMPT, Sampler(params, PROMPT), 200, twin, 4)
     accepted, proposed = map(sum, zip(*((this.accepted, this.drafted) for this in rounds), strict=True))
     assert accepted >= 0.98 * proposed

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_specdec.decoder import drafted_rounds
 from mlx_specdec.drafters.base import NOTHING, Draft, Drafter
 from mlx_specdec.drafters.draft_model import DraftModel
 from mlx_specdec.drafters.ngram_simple import NgramSimple
@@ -18,6 +17,7 @@ from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import Target
 from mlx_specdec.verify import Verdict, verify
 from tests import zoo
+from tests.scripted import drafted_rounds
 
 VOCAB = 10
 LAST = mx.array([7])
@@ -266,7 +266,7 @@ def test_one_wait_a_round(name: str, params: dict[str, Any], penalty: float | No
     ours = Sampler(SamplingParams(**params, repetition_penalty=penalty, seed=0), prompt)
     waits.clear()
     accepted = drafted = 0
-    rounds = drafted_rounds(target.sequence(), prompt, ours, 24, None, drafter, most)
+    rounds = drafted_rounds(target.sequence(), prompt, ours, 24, drafter, most)
     for i, this in enumerate(rounds):
         assert waits == (["eval"] if i else ["eval", "eval"])  # the first came after the prompt's
         waits.clear()

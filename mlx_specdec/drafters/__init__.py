@@ -1,18 +1,73 @@
 """Drafters by the names that users choose them by."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Literal
 
 from ..errors import OptionError
 from .base import Drafter
+from .ngram_cache import Lookup, NgramCache
+from .ngram_map import NgramMap
+from .ngram_mod import NgramMod, Table
 from .ngram_simple import NgramSimple
+from .suffix import Suffix, SuffixMemory
 
-NAMES = ("ngram_simple",)
+TEXT_DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix")
+NAMES = (*TEXT_DRAFTERS, "draft_model")
+DEFAULT = "suffix"
+
+Maker = Callable[[], Drafter] | Literal["draft_model"]
 
 
-def by_name(name: str, *, ngram_n: int = 12, ngram_m: int = 48) -> Callable[[], Drafter]:
-    """What makes the drafter called `name` for a sequence. Raises OptionError for an unknown name or a bad option."""
-    if name != "ngram_simple":
-        raise OptionError(f"there is no drafter {name!r}; choose {', '.join(NAMES)}, or give a draft model")
-    NgramSimple(ngram_n, ngram_m)  # a wrong option is said now, not at the first request
-    return partial(NgramSimple, ngram_n, ngram_m)
+@dataclass
+class DrafterOptions:
+    """Options of the drafters that draft from text; llama.cpp's names and defaults where it has them."""
+
+    ngram_n: int = 12
+    ngram_m: int = 48
+    ngram_min_hits: int = 1
+    ngram_mode: str = "k"
+    ngram_n_match: int = 24
+    ngram_n_min: int = 48
+    ngram_n_max: int = 64
+    lookup_cache_static: Path | None = None
+    lookup_cache_dynamic: Path | None = None
+
+
+def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
+    """What makes the drafters called `names`, in order, for a sequence: "suffix", or "ngram_map,draft_model", where the
+    last stays a name, since it takes a model.
+
+    Memories of earlier requests (ngram_mod's table, the suffix memory, lookup files) belong to what is returned and are
+    shared by all drafters that it makes. Raises OptionError for an unknown name, one that comes twice, or a bad option.
+    """
+    options = options or DrafterOptions()
+    chosen = [name.strip() for name in names.split(",")]
+    for place, name in enumerate(chosen):
+        if name not in NAMES:
+            raise OptionError(f"there is no drafter {name!r}; choose among {', '.join(NAMES)}")
+        if name in chosen[:place]:
+            raise OptionError(f"the drafter {name} is named twice; name it once")
+    makers = [_maker(name, options) for name in chosen]
+    for make in makers:
+        if callable(make):
+            make()  # a bad option is said now, not at the first request
+    return makers
+
+
+def _maker(name: str, options: DrafterOptions) -> Maker:
+    if name == "draft_model":
+        return "draft_model"
+    if name == "ngram_simple":
+        return partial(NgramSimple, options.ngram_n, options.ngram_m)
+    if name == "ngram_map":
+        return partial(NgramMap, options.ngram_n, options.ngram_m, options.ngram_min_hits, options.ngram_mode)
+    if name == "ngram_mod":
+        return partial(NgramMod, options.ngram_n_match, options.ngram_n_min, options.ngram_n_max, Table())
+    if name == "ngram_cache":
+        files = (options.lookup_cache_static, options.lookup_cache_dynamic)
+        static, dynamic = (Lookup.load(path) if path else None for path in files)
+        return partial(NgramCache, static=static, dynamic=dynamic)
+    return partial(Suffix, SuffixMemory())

@@ -12,11 +12,21 @@ from ..sampling import Sampler
 class Draft(NamedTuple):
     """Proposed tokens, int32 [k], and the distributions float32 [k, vocab] that they were drawn from.
 
-    `probs` None says that each token was proposed with certainty (one-hot q).
+    `probs` None says that each token was proposed with certainty (one-hot q). `confidence`, k values from 0 to 1, is
+    the drafter's own guess that each stands if those before it do; it decides how many are verified, nothing else.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
+    confidence: tuple[float, ...] | None = None
+
+    def head(self, k: int) -> "Draft":
+        """Its first `k` tokens."""
+        return Draft(
+            self.tokens[:k],
+            None if self.probs is None else self.probs[:k],
+            None if self.confidence is None else self.confidence[:k],
+        )
 
 
 NOTHING = Draft(mx.array([], dtype=mx.int32))  # a constant: a lazy array would belong to the importing thread
@@ -32,6 +42,7 @@ class Drafter(Protocol):
     name: str
     wants: FeatureRequest
     max_draft: int  # how many tokens it proposes at most when the caller sets no number
+    free: bool  # proposing costs next to nothing, next to a pass of the target
 
     def start(self, prompt: Sequence[int]) -> None:
         """A new sequence begins with `prompt`; everything from before is forgotten."""
@@ -43,4 +54,7 @@ class Drafter(Protocol):
         """At most `limit` tokens to follow `last`, unevaluated; an empty draft is fine."""
 
     def settle(self, drafted: int, accepted: int) -> None:
-        """How its last draft that was not empty fared."""
+        """How its last draft fared, if that was verified: of `drafted` tokens the first `accepted` stood."""
+
+    def close(self) -> None:
+        """The sequence is over. What the drafter keeps for later ones, if anything, it keeps now."""

@@ -25,6 +25,7 @@ class DraftModel:
     name = "draft_model"
     wants = FeatureRequest()
     max_draft = 3
+    free = False
 
     def __init__(self, target: Target, vocab: int):
         """`target` is the draft model, shared by sequences; `vocab` the number of logits of the model it drafts for,
@@ -69,6 +70,9 @@ class DraftModel:
         return Draft(tokens, mx.concatenate(probs) if probs else None)
 
     def settle(self, drafted: int, accepted: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def _rewind(self, tokens: Sequence[int]) -> int:

@@ -180,6 +180,7 @@ class NgramCache:
 
     name = "ngram_cache"
     wants = FeatureRequest()
+    free = True
 
     def __init__(
         self, n_draft: int = 8, static: Lookup | None = None, dynamic: Lookup | None = None, compat: bool = False
@@ -220,6 +221,9 @@ class NgramCache:
         return Draft(mx.array(drafted, dtype=mx.int32)) if drafted else NOTHING
 
     def settle(self, drafted: int, accepted: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def _learn(self, last: int) -> None:

@@ -45,6 +45,7 @@ class NgramMap:
 
     name = "ngram_map"
     wants = FeatureRequest()
+    free = True
 
     def __init__(self, n: int = 12, m: int = 48, min_hits: int = 1, mode: str = "k", compat: bool = False):
         for option, value in (("ngram_n", n), ("ngram_m", m), ("ngram_min_hits", min_hits)):
@@ -86,6 +87,9 @@ class NgramMap:
         if self._drafted is not None:
             whole = accepted == drafted and not self.compat
             self._drafted.stood = self.m if whole else accepted
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass

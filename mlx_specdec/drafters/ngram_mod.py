@@ -81,6 +81,7 @@ class NgramMod:
 
     name = "ngram_mod"
     wants = FeatureRequest()
+    free = True
 
     def __init__(
         self, n_match: int = 24, n_min: int = 48, n_max: int = 64, table: Table | None = None, compat: bool = False
@@ -139,6 +140,9 @@ class NgramMod:
         if self._low == LOW_MOST:
             self.table.empty()
             self._low = self._learnt = 0
+
+    def close(self) -> None:
+        pass
 
     def _begin(self, length: int) -> None:
         if not self.compat:

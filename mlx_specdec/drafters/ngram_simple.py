@@ -22,6 +22,7 @@ class NgramSimple:
 
     name = "ngram_simple"
     wants = FeatureRequest()
+    free = True
 
     def __init__(self, n: int = 12, m: int = 48):
         for option, value in (("ngram_n", n), ("ngram_m", m)):
@@ -42,6 +43,9 @@ class NgramSimple:
         return Draft(mx.array(tokens)) if len(tokens) else NOTHING
 
     def settle(self, drafted: int, accepted: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

@@ -137,6 +137,7 @@ class Suffix:
 
     name = "suffix"
     wants = FeatureRequest()
+    free = True
 
     def __init__(
         self,
@@ -169,8 +170,10 @@ class Suffix:
         context.append(last)
         own = tree.guess(context, limit, self._rule, recent=True)
         earlier = self.memory.guess(context, limit, self._rule)
-        tokens = own.tokens if own.score >= earlier.score else earlier.tokens
-        return Draft(mx.array(tokens, dtype=mx.int32)) if tokens else NOTHING
+        best = own if own.score >= earlier.score else earlier
+        if not best.tokens:
+            return NOTHING
+        return Draft(mx.array(best.tokens, dtype=mx.int32), confidence=tuple(best.chances))
 
     def settle(self, drafted: int, accepted: int) -> None:
         pass

@@ -41,10 +41,12 @@ class Rule(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A draft and the expected number of its tokens that stand: the sum of their estimated probabilities."""
+    """A draft, the expected number of its tokens that stand, which is the sum of the products of their `chances`, and
+    these: the estimated probability of each where those before it stand."""
 
     tokens: list[int]
     score: float
+    chances: list[float]
 
 
 class SuffixTree:
@@ -135,7 +137,7 @@ class SuffixTree:
         not in the tree yet. Of equal scores that of the longer match wins.
         """
         size = len(context)
-        best = Guess([], 0.0)
+        best = Guess([], 0.0, [])
         ends = list(range(1, size)) if recent else []  # where occurrences of the matched string end in the context
         for matched in range(1, size):
             first = context[size - matched]
@@ -156,6 +158,7 @@ class SuffixTree:
         Of tokens as frequent as each other the one seen last goes on.
         """
         tokens: list[int] = []
+        chances: list[float] = []
         score, prob = 0.0, 1.0
         while len(tokens) < most:
             seen = self.counts[node] + len(ends)
@@ -176,10 +179,11 @@ class SuffixTree:
             if not count or prob < floor:
                 break
             tokens.append(token)
+            chances.append(count / seen)
             score += prob
             ends = [end + 1 for end in ends if context[end] == token]
             node, offset = self._step(node, offset, token)
-        return Guess(tokens, score)
+        return Guess(tokens, score, chances)
 
     def _find(self, string: array) -> tuple[int, int]:
         """The node that `string` ends in, and after how many tokens of its label."""

@@ -1,0 +1,65 @@
+"""The drafters of one sequence, asked in the user's order: the first that has something to say drafts."""
+
+from collections.abc import Sequence
+
+from ..draft_length import DraftLength
+from ..features import FeatureRequest, Features
+from ..sampling import Sampler
+from .base import NOTHING, Draft, Drafter
+
+
+class Chain:
+    """All drafters observe everything; only the one whose draft was verified hears how it fared.
+
+    How much each may draft, and whether its turn goes to the next one, is decided by `length` from what was measured.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], length: DraftLength):
+        self.drafters, self.length = drafters, length
+        self.winner: Drafter | None = None
+
+    @property
+    def wants(self) -> FeatureRequest:
+        """What its drafters want to see. At most one of them may want something."""
+        return next((d.wants for d in self.drafters if d.wants), FeatureRequest())
+
+    def start(self, prompt: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.start(prompt)
+
+    def observe(self, tokens: Sequence[int], features: Features | None) -> None:
+        for drafter in self.drafters:
+            drafter.observe(tokens, features)
+
+    def propose(self, last: int, room: int, sampler: Sampler) -> Draft:
+        """At most `room` tokens to follow `last`, by `winner`."""
+        self.winner = None
+        for drafter in self.drafters:
+            draft = self._ask(drafter, last, room, sampler)
+            if len(draft.tokens):
+                self.winner = drafter
+                return draft
+        return NOTHING
+
+    def would_draft(self, last: int, room: int, sampler: Sampler) -> bool:
+        """Whether `propose` would draft, found out at no cost: a model that would be asked is not run."""
+        for drafter in self.drafters:
+            costly = not drafter.free and min(room, self.length.limit(drafter)) > 0
+            if costly or (drafter.free and len(self._ask(drafter, last, room, sampler).tokens)):
+                return True
+        return False
+
+    def _ask(self, drafter: Drafter, last: int, room: int, sampler: Sampler) -> Draft:
+        limit = min(room, self.length.limit(drafter))
+        draft = drafter.propose(last, limit, sampler) if limit > 0 else NOTHING
+        return draft.head(self.length.cut(drafter, draft)) if len(draft.tokens) else NOTHING
+
+    def close(self) -> None:
+        """The sequence is over."""
+        for drafter in self.drafters:
+            drafter.close()
+
+    def settle(self, drafted: int, accepted: int) -> None:
+        """How the draft of `winner` fared."""
+        if self.winner is not None:
+            self.winner.settle(drafted, accepted)

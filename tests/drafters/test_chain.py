@@ -1,0 +1,123 @@
+"""A chain asks in order, all observe, and only the drafter whose draft was verified hears how it fared."""
+
+import mlx_specdec  # noqa: F401  # isort: skip
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+
+from mlx_specdec.draft_length import Auto, Fixed, Outcome
+from mlx_specdec.drafters import DrafterOptions, by_name
+from mlx_specdec.drafters.base import NOTHING, Draft
+from mlx_specdec.drafters.chain import Chain
+from mlx_specdec.errors import CheckpointError, OptionError
+from mlx_specdec.features import FeatureRequest, Features
+from mlx_specdec.sampling import Sampler, SamplingParams
+
+ANY = Sampler(SamplingParams(), [0])
+
+
+class Saying:
+    """Always proposes the same tokens."""
+
+    wants, max_draft = FeatureRequest(), 8
+
+    def __init__(self, name: str, tokens: Sequence[int], free: bool = True):
+        self.name, self.tokens, self.free = name, list(tokens), free
+        self.heard: list[object] = []
+
+    def start(self, prompt: Sequence[int]) -> None:
+        self.heard.append(("start", list(prompt)))
+
+    def observe(self, tokens: Sequence[int], features: Features | None) -> None:
+        self.heard.append(("observe", list(tokens)))
+
+    def propose(self, last: int, limit: int, sampler: Sampler) -> Draft:
+        self.heard.append(("propose", limit))
+        return Draft(mx.array(self.tokens[:limit])) if self.tokens else NOTHING
+
+    def settle(self, drafted: int, accepted: int) -> None:
+        self.heard.append(("settle", drafted, accepted))
+
+    def close(self) -> None:
+        self.heard.append("close")
+
+
+def test_the_first_with_something_to_say_drafts() -> None:
+    silent, first, second = Saying("silent", []), Saying("first", [1, 2, 3]), Saying("second", [4])
+    chain = Chain([silent, first, second], Fixed(2))
+    chain.start([7])
+    chain.observe([7, 8], None)
+    assert chain.propose(9, 5, ANY).tokens.tolist() == [1, 2]
+    assert chain.winner is first
+    chain.settle(2, 1)
+    chain.close()
+    begun = [("start", [7]), ("observe", [7, 8])]
+    assert silent.heard == [*begun, ("propose", 2), "close"]
+    assert first.heard == [*begun, ("propose", 2), ("settle", 2, 1), "close"]
+    assert second.heard == [*begun, "close"]
+
+
+def test_nobody_says_anything() -> None:
+    chain = Chain([Saying("silent", [])], Fixed(2))
+    assert len(chain.propose(9, 5, ANY).tokens) == 0
+    assert chain.winner is None
+    chain.settle(0, 0)
+    assert len(Chain([], Fixed(0)).propose(9, 5, ANY).tokens) == 0
+    assert len(Chain([Saying("first", [1])], Fixed(4)).propose(9, 0, ANY).tokens) == 0, "no room"
+
+
+def test_a_drafter_that_keeps_failing_yields_its_turn() -> None:
+    wrong, right = Saying("wrong", [1, 2, 3]), Saying("right", [4, 5, 6])
+    length = Auto()
+    chain = Chain([wrong, right], length)
+    length.record(Outcome(None, NOTHING, 0, 1.0))
+    turns = []
+    for _ in range(60):
+        draft = chain.propose(9, 8, ANY)
+        turns.append(chain.winner.name if chain.winner else "")
+        accepted = len(draft.tokens) if chain.winner is right else 0
+        length.record(Outcome(chain.winner, draft, accepted, 1 + len(draft.tokens) / 6))
+    assert turns[30:].count("right") >= 25
+    assert turns[30:].count("wrong") <= 4
+
+
+def test_a_model_is_not_run_to_find_out_whether_it_would_draft() -> None:
+    model = Saying("model", [1], free=False)
+    assert Chain([model], Fixed(2)).would_draft(9, 5, ANY)
+    assert model.heard == []
+    assert Chain([Saying("first", [1])], Fixed(2)).would_draft(9, 5, ANY)
+    assert not Chain([Saying("silent", [])], Fixed(2)).would_draft(9, 5, ANY)
+
+
+def test_names() -> None:
+    makers = by_name("ngram_map, suffix,ngram_simple")
+    assert [make().name for make in makers] == ["ngram_map", "suffix", "ngram_simple"]
+    assert by_name("ngram_mod,draft_model")[1] == "draft_model"
+    first, second = by_name("ngram_mod")[0], by_name("suffix")[0]
+    assert first().table is first().table, "drafters of one maker share their memory"
+    assert second().memory is second().memory
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "said"),
+    [
+        ("magic", {}, "no drafter 'magic'"),
+        ("", {}, "no drafter ''"),
+        ("suffix,suffix", {}, "suffix is named twice"),
+        ("ngram_map,suffix,ngram_map", {}, "ngram_map is named twice"),
+        ("ngram_simple", {"ngram_n": 0}, "ngram_n is 0"),
+        ("ngram_simple", {"ngram_m": 1025}, "ngram_m is 1025"),
+        ("ngram_map", {"ngram_mode": "v"}, "ngram_mode is 'v'"),
+        ("ngram_mod", {"ngram_n_match": 0}, "ngram_n_match is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(names: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        by_name(names, DrafterOptions(**options))
+
+
+def test_a_lookup_file_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing\.bin"):
+        by_name("ngram_cache", DrafterOptions(lookup_cache_static=tmp_path / "nothing.bin"))

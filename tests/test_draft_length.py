@@ -1,0 +1,153 @@
+"""The controller, run against scripted acceptance and costs: near the best fixed length, and hardly ever below none."""
+
+import mlx_specdec  # noqa: F401  # isort: skip
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_specdec.draft_length import Auto, Costs, Fixed, Outcome
+from mlx_specdec.drafters.base import NOTHING, Draft
+from tests.scripted import Empty
+
+MOST, SEEDS = 8, range(8)
+
+# Seconds of a verify pass by its rows, in passes of one row. The second is what was reported of an Apple GPU.
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda rows: 1.0,
+    "apple": lambda rows: 1 + (rows - 1) / 6 if rows <= 4 else 1.5 + (rows - 4) * 0.3,
+    "linear": float,
+}
+DRAFTS = [Draft(mx.arange(k)) if k else NOTHING for k in range(MOST + 1)]
+
+
+def drafter(free: bool) -> Any:
+    made = Empty([])
+    made.free, made.max_draft = free, MOST
+    return made
+
+
+def lengths(
+    length: Auto, chance: Callable[[int], float], cost: Callable[[int], float], seed: int, free: bool, rounds: int = 300
+) -> list[int]:
+    """The drafts of every round that `length` chose, where draft i stands with `chance(round)`."""
+    random, chosen, who = Random(seed), [], drafter(free)
+    for number in range(rounds):
+        k = length.limit(who)
+        k = length.cut(who, DRAFTS[k]) if k else 0
+        accepted = 0
+        while accepted < k and random.random() < chance(number):
+            accepted += 1
+        # A draft model takes a tenth of the target's time for each token.
+        seconds = cost(k + 1) + (0.0 if free else 0.1 * k)
+        length.record(Outcome(who if k else None, DRAFTS[k], accepted, seconds))
+        chosen.append(k)
+    return chosen
+
+
+def rate(chosen: list[int], a: float, cost: Callable[[int], float], free: bool) -> float:
+    """Expected tokens per second of these rounds."""
+    tokens = sum(sum(a**i for i in range(k + 1)) for k in chosen)
+    return tokens / sum(cost(k + 1) + (0.0 if free else 0.1 * k) for k in chosen)
+
+
+def best(a: float, cost: Callable[[int], float], free: bool) -> float:
+    return max(rate([k], a, cost, free) for k in range(MOST + 1))
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["free", "model"])
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("a", [0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0])
+def test_near_the_best_fixed_length(a: float, curve: str, free: bool) -> None:
+    cost = CURVES[curve]
+    runs = [lengths(Auto(), lambda _: a, cost, seed, free) for seed in SEEDS]
+    assert mean([rate(run[50:], a, cost, free) for run in runs]) >= 0.95 * best(a, cost, free)
+    assert mean([rate(run, a, cost, free) for run in runs]) >= 0.97 * rate([0], a, cost, free)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("before", "then"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.8), (0.8, 0.0), (0.9, 0.3), (0.2, 0.9)])
+def test_acceptance_that_changes_midway(before: float, then: float, curve: str) -> None:
+    cost = CURVES[curve]
+    runs = [lengths(Auto(), lambda number: before if number < 150 else then, cost, seed, True) for seed in SEEDS]
+    assert mean([rate(run[200:], then, cost, True) for run in runs]) >= 0.95 * best(then, cost, True)
+    for run in runs:
+        tokens = rate(run[:150], before, cost, True), rate(run[150:], then, cost, True)
+        assert mean(list(tokens)) >= 0.97
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_account_bounds_what_is_lost(curve: str, seed: int) -> None:
+    """Whatever is drafted, tokens and seconds as they really came: never under 0.97 of plain decoding in 300 rounds."""
+    random, length, who = Random(seed), Auto(), drafter(True)
+    tokens = seconds = 0.0
+    for _ in range(300):
+        k = length.cut(who, DRAFTS[MOST])
+        accepted = 0
+        while accepted < k and random.random() < 0.15:
+            accepted += 1
+        length.record(Outcome(who if k else None, DRAFTS[k], accepted, CURVES[curve](k + 1)))
+        tokens, seconds = tokens + accepted + 1, seconds + CURVES[curve](k + 1)
+    assert tokens / seconds >= 0.97
+
+
+def test_a_controller_that_always_drafts_is_caught() -> None:
+    """The negative control: the bounds above are not met by just drafting."""
+    assert rate([4] * 300, 0.1, CURVES["linear"], True) < 0.97
+    assert rate([8] * 250, 0.3, CURVES["apple"], True) < 0.95 * best(0.3, CURVES["apple"], True)
+
+
+def test_confidence_is_calibrated() -> None:
+    """A drafter that calls everything certain and is right one time in ten is not believed for long."""
+    length, who = Auto(), drafter(True)
+    boast = Draft(mx.arange(MOST), confidence=(1.0,) * MOST)
+    length.record(Outcome(None, NOTHING, 0, 1.0))
+    verified = []
+    for number in range(60):
+        k = length.cut(who, boast)
+        verified.append(k)
+        length.record(
+            Outcome(who if k else None, boast.head(k), int(number % 10 == 0 and k > 0), CURVES["apple"](k + 1))
+        )
+    assert max(verified) > 0
+    assert sum(verified[30:]) <= 6
+
+
+def test_the_same_measurements_give_the_same_choices() -> None:
+    runs = [lengths(Auto(), lambda _: 0.6, CURVES["apple"], 3, True) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_costs_are_lines_between_and_beyond_what_was_measured() -> None:
+    costs = Costs()
+    for size, seconds in ((1, 1.0), (1, 9.0), (1, 1.2), (4, 2.2), (8, 2.0)):
+        costs.add(size, seconds)
+    assert costs.seconds(1) == 1.2  # the median
+    assert costs.seconds(3) == pytest.approx(1.2 + 2 / 3)
+    assert costs.seconds(8) == 2.2  # more rows never cost less
+    assert costs.seconds(16) == 2.2
+    assert costs.most == 8
+
+
+def test_looking_ahead_ends_where_drafts_begin_to_stand() -> None:
+    length, who = Auto(), drafter(True)
+    for _ in range(80):
+        length.record(Outcome(None, NOTHING, 0, 1.0))
+    assert length.look_ahead()
+    length.record(Outcome(who, DRAFTS[4], 4, 1.5))
+    assert not length.look_ahead()
+
+
+def test_fixed() -> None:
+    assert Fixed(3).limit(drafter(True)) == 3
+    assert Fixed(3).cut(drafter(True), DRAFTS[2]) == 2
+    assert Fixed(0).look_ahead()
+    assert not Fixed(1).look_ahead()
