@@ -2,6 +2,7 @@
 
 import click
 
+from .bench import command as bench
 from .generate import command as generate
 from .prove import command as prove
 
@@ -12,6 +13,7 @@ def main() -> None:
     """Lossless speculative decoding for mlx-lm models."""
 
 
+main.add_command(bench)
 main.add_command(generate)
 main.add_command(prove)
 

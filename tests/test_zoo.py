@@ -145,12 +145,7 @@ def test_overrides_and_vocab_reach_the_config():
 
 
 def agreement(draft: nn.Module, ids: Sequence[int], single: mx.array) -> float:
-    return (
-        (mx.argmax(logits(draft, ids, [len(ids)]), -1) == mx.argmax(single, -1))
-        .astype(mx.float32)
-        .mean()
-        .item()
-    )
+    return (mx.argmax(logits(draft, ids, [len(ids)]), -1) == mx.argmax(single, -1)).astype(mx.float32).mean().item()
 
 
 def test_more_noise_agrees_less():
@@ -166,9 +161,7 @@ def test_more_noise_agrees_less():
 TEXT = "hello there, ünïcode 漢字 🙂\n<eos>"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"vocab": 259}, {"vocab": 900}, {"shuffle": 3}, {"extra": ("<x>",)}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"vocab": 259}, {"vocab": 900}, {"shuffle": 3}, {"extra": ("<x>",)}], ids=str)
 def test_the_tokenizer_round_trips_and_streams(options):
     tokenizer = zoo.tokenizer(**options)
     ids = tokenizer.encode(TEXT)
