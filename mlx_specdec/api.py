@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from .sampling import LogitsProcessor, SamplingParams
@@ -74,15 +75,13 @@ def stream_generate(
     `sampler` of mlx-lm's kind. Make a SpecDecoder to serve many requests.
     """
     from .decoder import SpecDecoder
-    from .drafters import by_name
     from .target.model import CacheOptions
 
     unknown = sampling.keys() - _SAMPLING
     if unknown:
         raise TypeError(f"stream_generate() got an unexpected keyword argument {min(unknown)!r}")
     cache = CacheOptions(max_kv_size, kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
-    makers = by_name(drafter) if isinstance(drafter, str) else drafter
-    with SpecDecoder(model, tokenizer, makers, draft_model=draft_model, cache=cache) as decoder:
+    with SpecDecoder(model, tokenizer, drafter, draft_model=draft_model, cache=cache) as decoder:
         yield from decoder.stream(
             prompt,
             SamplingParams(**sampling),
@@ -99,21 +98,19 @@ def generate(
     model: "nn.Module", tokenizer: Any, prompt: "str | Sequence[int]", verbose: bool = False, **kwargs: Any
 ) -> str:
     """Generate a whole text; `verbose` prints it as it comes and then the figures. Takes what stream_generate takes."""
-    return show(stream_generate(model, tokenizer, prompt, **kwargs), verbose)
+    responses = stream_generate(model, tokenizer, prompt, **kwargs)
+    return show(responses, partial(print, end="", flush=True)) if verbose else "".join(r.text for r in responses)
 
 
-def show(responses: "Iterator[GenerationResponse]", verbose: bool) -> str:
-    """The text of `responses`; printed as it comes if `verbose`, with mlx-lm's three lines of figures and a fourth."""
-    if verbose:
-        print("=" * 10)
+def show(responses: "Iterator[GenerationResponse]", write: Callable[[str], object]) -> str:
+    """Write the text of `responses` as it comes, then mlx-lm's three lines of figures and a fourth; returns it."""
+    write("=" * 10 + "\n")
     text, last = "", None
     for last in responses:
-        if verbose:
-            print(last.text, end="", flush=True)
+        write(last.text)
         text += last.text
-    if verbose:
-        print("\n" + "=" * 10)
-        print(figures(last) if last else "No text generated for this prompt")
+    write("\n" + "=" * 10 + "\n")
+    write((figures(last) if last else "No text generated for this prompt") + "\n")
     return text
 
 

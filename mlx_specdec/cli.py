@@ -1,5 +1,6 @@
 """What the commands share: options by mlx-lm's names, and errors as one sentence."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -25,11 +26,17 @@ class Command(click.Command):
     """A command that says what the user can mend in one sentence and exits with 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        log = logging.getLogger("mlx_specdec")
+        handler = logging.StreamHandler()  # standard error
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
         try:
             return super().invoke(ctx)
         except SpecDecError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(2)
+        finally:
+            log.removeHandler(handler)
 
 
 @dataclass
@@ -62,7 +69,7 @@ class ModelOptions:
         from .drafters import DEFAULT, by_name
 
         names = self.drafter or ("draft_model" if self.draft_model else DEFAULT)
-        if self.draft_model and "draft_model" not in names.split(","):
+        if self.draft_model and "draft_model" not in [name.strip() for name in names.split(",")]:
             raise OptionError(f"--drafter is {names} and --draft-model is {self.draft_model}; name draft_model as well")
         makers = [] if names == "none" else by_name(names, self.drafter_options())
         cache = self.cache_options()

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .draft_length import Auto, Fixed
-from .drafters import Maker
+from .drafters import Maker, by_name
 from .drafters.base import Drafter
 from .drafters.chain import Chain
 from .drafters.draft_model import DraftModel
@@ -22,8 +22,9 @@ from .errors import OptionError, SpecDecError
 from .rounds import Round, rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams
 from .stats import Stats
-from .target.model import CacheOptions, Target, wired_memory
+from .target.model import CacheOptions, Target
 from .target.threads import give_up_streams_at_thread_end
+from .target.wired import wired_memory
 from .text import TextStream, encode, stop_tokens
 
 
@@ -58,14 +59,15 @@ class SpecDecoder:
         self,
         model: nn.Module,
         tokenizer: Any,
-        drafter: Maker | Sequence[Maker] | None = None,
+        drafter: str | Maker | Sequence[Maker] | None = None,
         *,
         draft_model: nn.Module | None = None,
         draft_tokenizer: Any = None,
         cache: CacheOptions | None = None,
     ):
-        """`drafter` makes a drafter for each sequence (a class will do), or is several that do, asked in that order;
-        `draft_model` drafts after them, or where "draft_model" stands among them. With neither, decoding is plain.
+        """`drafter` is a name or several ("ngram_map,suffix"), what makes a drafter for a sequence (a class will do),
+        or a list of such, asked in that order; `draft_model` drafts after them, or where "draft_model" stands among
+        them. With neither, decoding is plain.
 
         Raises UnsupportedModelError for a model whose cache cannot be rewound, and PairingError when `draft_tokenizer`
         is given and is another than the target's.
@@ -75,8 +77,7 @@ class SpecDecoder:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._closed = False
         self._auto = Auto()
-        several = isinstance(drafter, Sequence) and not isinstance(drafter, str)
-        makers: list[Maker] = list(drafter) if several else [drafter] if drafter else []  # type: ignore[arg-type, list-item]
+        makers = _makers(drafter)
         if draft_model is not None and "draft_model" not in makers:
             makers.append("draft_model")
         if draft_model is None and "draft_model" in makers:
@@ -151,11 +152,11 @@ class SpecDecoder:
             raise SpecDecError("this decoder is closed; make a new one")
         if not ids:
             raise OptionError("the prompt is empty; give at least one token")
-        for name, values in (("the prompt has", ids), ("logit_bias names", params.logit_bias)):
+        for name, values in (("the prompt has", ids), ("logit_bias names", params.logit_bias or ())):
             wrong = next((token for token in values if not 0 <= token < vocab), None)
             if wrong is not None:
                 raise OptionError(f"{name} token {wrong} and the model knows 0 to {vocab - 1}; use its own tokenizer")
-        if max_tokens < -1:
+        if type(max_tokens) is not int or max_tokens < -1:
             raise OptionError(f"max_tokens is {max_tokens}; choose 0 or more, or -1 for no limit")
         fixed = type(num_draft_tokens) is int and num_draft_tokens >= 0
         if not fixed and num_draft_tokens not in (None, "auto"):
@@ -217,3 +218,15 @@ class SpecDecoder:
                     )
                     if finish:
                         return
+
+
+def _makers(drafter: str | Maker | Sequence[Maker] | None) -> list[Maker]:
+    if drafter is None:
+        return []
+    if isinstance(drafter, str):
+        return by_name(drafter)
+    makers: list[Any] = list(drafter) if isinstance(drafter, Sequence) else [drafter]
+    names = [make for make in makers if not callable(make)]
+    if names not in ([], ["draft_model"]):
+        raise OptionError(f"drafter is {drafter!r}; give a name, what makes a drafter, or a list of such, each once")
+    return makers

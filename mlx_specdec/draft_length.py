@@ -156,11 +156,11 @@ class Costs:
 
     def add(self, size: int, seconds: float) -> None:
         self._seen.setdefault(size, deque(maxlen=9)).append(seconds)
-        rising = 0.0
-        self._points = []
+        rising, points = 0.0, []
         for known, measured in sorted(self._seen.items()):
             rising = max(rising, median(measured))  # more rows never cost less: noise says so now and then
-            self._points.append((known, rising))
+            points.append((known, rising))
+        self._points = points  # at once: requests of other threads look at any time
 
     def seconds(self, size: int, plain: float | None = None) -> float:
         """`plain`, if given, is a measurement of size 1 from elsewhere."""

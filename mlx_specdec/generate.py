@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -71,7 +72,7 @@ def command(
         if as_json:
             click.echo(json.dumps(report(list(responses))))
         elif verbose:
-            show(responses, verbose)
+            show(responses, partial(click.echo, nl=False))
         else:
             for response in responses:
                 click.echo(response.text, nl=False)
@@ -111,6 +112,8 @@ def report(responses: list) -> dict[str, Any]:
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise OptionError("--prompt is - and there is no standard input; give a prompt")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

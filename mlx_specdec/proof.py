@@ -70,29 +70,33 @@ def first_difference(
     )
     end = next(iter(sorted(decoder.tokenizer.eos_token_ids)), 0)
     a, b = ((output[common : common + 1] or [end])[0] for output in (plain, drafted))
-    logits = list(score(decoder.target, [*prompt, *plain[:common]], rows=1))[-1]
+    logits = list(score(decoder.target, prompt, plain[:common], rows=1))[-1]
     return plain, Difference(common, a, b, _number(logits[a]), _number(logits[b]))
 
 
-def score(target: Target, tokens: Sequence[int], rows: int) -> Iterator[mx.array]:
-    """The target's logits float32 [vocab] after each token, from passes of `rows` rows."""
+def score(target: Target, prompt: Sequence[int], output: Sequence[int], rows: int) -> Iterator[mx.array]:
+    """The target's logits float32 [vocab] for each token of an output and the one after it, from passes of up to `rows`
+    rows after the prompt was read as in generating."""
     sequence = target.sequence()
-    for start in range(0, len(tokens), rows):
-        part = mx.array(list(tokens[start : start + rows]))
-        logits, _ = sequence.forward(part, certain=part.shape[0])
-        sequence.settle(part.shape[0])
+    for _ in sequence.prefill(list(prompt)):
+        pass
+    tokens = [prompt[-1], *output]
+    while tokens:
+        size = sequence.room(min(rows, len(tokens)))
+        logits, _ = sequence.forward(mx.array(tokens[:size]), certain=size)
+        sequence.settle(size)
         mx.eval(logits, sequence.state)
         yield from logits
+        tokens = tokens[size:]
 
 
 def arithmetic(target: Target, prompt: Sequence[int], output: Sequence[int], rows: int) -> Arithmetic:
-    """Score a prompt and its output in one-row passes and in passes of `rows` rows, and compare."""
-    tokens = [*prompt, *output]
+    """Score an output in one-row passes and in passes of `rows` rows, and compare."""
     largest, flips = 0.0, 0
-    for one, several in zip(score(target, tokens, 1), score(target, tokens, rows), strict=True):
+    for one, several in zip(score(target, prompt, output, 1), score(target, prompt, output, rows), strict=True):
         largest = max(largest, _number(mx.abs(one - several).max()))
         flips += _number(mx.argmax(one)) != _number(mx.argmax(several))
-    return Arithmetic(rows, len(tokens), largest, flips)
+    return Arithmetic(rows, len(output) + 1, largest, flips)
 
 
 def ranks(
@@ -106,7 +110,7 @@ def ranks(
     sampler = Sampler(params, prompt)
     places = []
     last = prompt[-1]
-    logits = list(score(decoder.target, [*prompt, *output[:-1]], rows=64))[len(prompt) - 1 :]
+    logits = list(score(decoder.target, prompt, output[:-1], rows=1))
     for token, row in zip(output, logits, strict=True):
         logprobs = sampler.logprobs(row[None], mx.array([last]))
         p = np.array(mx.softmax(sampler.filtered(logprobs), axis=-1)[0])

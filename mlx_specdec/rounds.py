@@ -74,6 +74,7 @@ def rounds(
         if ahead is None:
             draft = chain.propose(last, room, sampler)
             wanted = len(draft.tokens) > 0
+            draft = draft.within(sequence.target.vocab) if wanted else draft
             proposed = clock()
             this = _verify(sequence, mx.array([last]), draft, sampler)
         else:

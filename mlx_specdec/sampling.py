@@ -8,7 +8,7 @@ a drafter says it drew from is what it drew from.
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ import numpy as np
 from .errors import OptionError
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+COLD = 1e-6  # a temperature below this is 0: its inverse would not be a float32
 ACCEPTANCE_RULES = ("token", "block", "coupled")
 
 # Independent streams of noise: a shared one would tie the acceptance to what was drafted and bias the output.
@@ -37,7 +38,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     min_tokens_to_keep: int = 1
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] | None = None
     repetition_penalty: float | None = None
     repetition_context_size: int = 20
     presence_penalty: float | None = None
@@ -55,11 +56,15 @@ class SamplingParams:
         self._check("min_tokens_to_keep", _whole(self.min_tokens_to_keep, 1), "a whole number from 1")
         for kind, least in (("repetition", 0), ("presence", -math.inf), ("frequency", -math.inf)):
             penalty = getattr(self, f"{kind}_penalty")
-            self._check(f"{kind}_penalty", penalty is None or _within(penalty, least, math.inf), "0 (none) or a number")
+            self._check(
+                f"{kind}_penalty",
+                penalty is None or _within(penalty, least, math.inf),
+                "a number (repetition: from 0)",
+            )
             self._check(
                 f"{kind}_context_size", _whole(getattr(self, f"{kind}_context_size"), 1), "a whole number from 1"
             )
-        biases = self.logit_bias.items()
+        biases = (self.logit_bias or {}).items()
         wanted = "whole token ids and numbers, or -inf to forbid a token"
         self._check("logit_bias", all(_whole(t, 0) and (_within(b) or b == -math.inf) for t, b in biases), wanted)
         self._check("seed", self.seed is None or type(self.seed) is int, "a whole number")
@@ -122,7 +127,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        return self.params.temperature == 0 and self.choose is None
+        return self.params.temperature < COLD and self.choose is None
 
     @property
     def matches(self) -> bool:

@@ -1,6 +1,7 @@
 """Ids to text, as they come: pieces that never change afterwards, and nothing of a stop string."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from .errors import OptionError
@@ -64,6 +65,7 @@ def _overlap(text: str, stop: str) -> int:
 
 def stop_tokens(tokenizer: Any, extra: Iterable[int | str] = ()) -> frozenset[int]:
     """The end-of-sequence ids of a tokenizer, and `extra` ones as ids, also in digits, or as the text of one token."""
+    extra = [extra] if isinstance(extra, str) else extra
     ids = set(tokenizer.eos_token_ids)
     for token in extra:
         if isinstance(token, int) or token.isdecimal():
@@ -85,9 +87,9 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
         bos = tokenizer.bos_token
         return encode_text(tokenizer, prompt, special=bos is None or not prompt.startswith(bos))
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, Sequence) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
         raise OptionError(f"the prompt is {str(prompt)[:60]!r}; give text, token ids or a one-dimensional array of ids")
-    return list(ids)
+    return [int(token) for token in ids]
 
 
 def encode_text(tokenizer: Any, text: str, special: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""The figures of the README's "Speed" section: medians over interleaved runs in one process.
+"""The figures of the README's "Speed" section: interleaved runs in one process, medians over repeats.
 
 python scripts/bench_foundation.py plain
 python scripts/bench_foundation.py draft
@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 
 from mlx_specdec import SamplingParams, SpecDecoder
-from mlx_specdec.drafters import by_name
+from mlx_specdec.drafters import DrafterOptions, by_name
 from mlx_specdec.generate import chat
 from mlx_specdec.proof import PROMPTS
 
@@ -43,18 +43,23 @@ def mlx_lms(model: Any, tokenizer: Any, tokens: int, **options: Any) -> Run:
 
 
 def compare(ways: dict[str, Run], prompts: list[list[int]], repeats: int) -> dict[str, float]:
-    """Seconds by way, the median over prompts and repeats; ways take turns, and the ids must be the same."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for prompt in prompts:
-        outputs = {name: run(prompt) for name, run in ways.items()}  # the warm-up as well
-        assert len({tuple(o) for o in outputs.values()}) == 1, "the ids differ: no figure"
+    """Seconds by way: the median over repeats, summed over prompts. Ways take turns, and the ids must be the same."""
+    for run in ways.values():
+        run(prompts[0])  # the warm-up
+    total = dict.fromkeys(ways, 0.0)
+    for number, prompt in enumerate(prompts):
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        outputs = set()
         for repeat in range(repeats):
-            order = list(ways) if repeat % 2 == 0 else list(ways)[::-1]
+            order = list(ways) if (number + repeat) % 2 == 0 else list(ways)[::-1]
             for name in order:
                 start = time.perf_counter()
-                ways[name](prompt)
+                outputs.add(tuple(ways[name](prompt)))
                 times[name].append(time.perf_counter() - start)
-    return {name: median(t) for name, t in times.items()}
+        assert len(outputs) == 1, "the ids differ: no figure"
+        for name, seconds in times.items():
+            total[name] += median(seconds)
+    return total
 
 
 def say(times: dict[str, float], base: str) -> None:
@@ -108,9 +113,9 @@ def ngram(
     """Prompt lookup against plain decoding, on Spec-Bench's prompts."""
     model, tokenizer = load()
     rows = [json.loads(line) for line in questions.read_text().splitlines()]
-    make = by_name("ngram_simple", ngram_n=ngram_n, ngram_m=ngram_m)
+    make = by_name("ngram_simple", DrafterOptions(ngram_n=ngram_n, ngram_m=ngram_m))
     with SpecDecoder(model, tokenizer, make) as decoder:
-        ways = {"plain": ours(decoder, tokens, 0), "ngram_simple": ours(decoder, tokens)}
+        ways = {"plain": ours(decoder, tokens, 0), "ngram_simple": ours(decoder, tokens, ngram_m)}
         for name in group:
             texts = [row["turns"][0] for row in rows if row["category"] == name][:each]
             click.echo(f"{name}, {len(texts)} prompts")
@@ -131,10 +136,10 @@ def host(tokens: int) -> None:
         waited.append(time.perf_counter() - start)
 
     prompt = chat(tokenizer, PROMPTS[2], None, {})
-    with SpecDecoder(model, tokenizer, by_name("ngram_simple", ngram_n=2, ngram_m=4)) as decoder:
+    with SpecDecoder(model, tokenizer, by_name("ngram_simple", DrafterOptions(ngram_n=2, ngram_m=4))) as decoder:
         shares = []
         for _ in range(5):
-            responses = decoder.stream(prompt, SamplingParams(), max_tokens=tokens)
+            responses = decoder.stream(prompt, SamplingParams(), max_tokens=tokens, num_draft_tokens=4)
             next(responses)
             waited.clear()
             mx.eval = timed  # this process only measures
@@ -154,8 +159,8 @@ def memory(tokens: int) -> None:
     model, tokenizer = load()
     prompt = chat(tokenizer, " ".join(PROMPTS) * 4, None, {})
     peaks = {}
-    with SpecDecoder(model, tokenizer, by_name("ngram_simple", ngram_n=3, ngram_m=8)) as decoder:
-        for name, drafts in (("plain", 0), ("ngram_simple", None)):
+    with SpecDecoder(model, tokenizer, by_name("ngram_simple", DrafterOptions(ngram_n=3, ngram_m=8))) as decoder:
+        for name, drafts in (("plain", 0), ("ngram_simple", 8)):
             mx.clear_cache()
             mx.reset_peak_memory()
             ours(decoder, tokens, drafts)(prompt)

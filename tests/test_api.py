@@ -32,7 +32,9 @@ from mlx_specdec import (
     stream_generate,
 )
 from mlx_specdec.drafters.ngram_simple import NgramSimple
+from mlx_specdec.drafters.suffix import Suffix
 from tests import zoo
+from tests.scripted import Empty, Scripted
 from tests.test_commands import save
 from tests.test_threads import LLAMA3_ROPE
 
@@ -42,8 +44,18 @@ PROMPT = "the rain in spain"
 DRAFTERS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "draft_model": lambda: {"draft_model": draft(), "num_draft_tokens": 4},
-    "ngram": lambda: {"drafter": partial(NgramSimple, 1, 6)},
+    "ngram": lambda: {"drafter": partial(NgramSimple, 1, 6), "num_draft_tokens": 6},
     "ngram by name": lambda: {"drafter": "ngram_simple"},
+    "auto": lambda: {"draft_model": draft(), "num_draft_tokens": "auto"},
+    "chain": lambda: {"drafter": "suffix,ngram_map", "draft_model": draft(), "num_draft_tokens": 4},
+}
+SHOWN = {
+    "plain": "none",
+    "draft_model": "draft_model",
+    "auto": "draft_model",
+    "ngram": "ngram_simple",
+    "ngram by name": "ngram_simple",
+    "chain": "suffix,ngram_map,draft_model",
 }
 every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
@@ -96,12 +108,11 @@ def test_generate_is_that_of_mlx_lm(drafter: str, capsys: pytest.CaptureFixture[
     ours = capsys.readouterr().out
     mlx_lm.generate(model(), TOKENIZER, PROMPT, verbose=True, max_tokens=TOKENS)
     shown = capsys.readouterr().out
-    name = {"plain": "none", "draft_model": "draft_model"}.get(drafter, "ngram_simple")
     *lines, fourth = ours.splitlines()
     assert [re.sub(r"\d+\.\d+", "#", line) for line in lines] == [
         re.sub(r"\d+\.\d+", "#", line) for line in shown.splitlines()
     ]
-    assert fourth.startswith(f"Drafter: {name}, ")
+    assert fourth.startswith(f"Drafter: {SHOWN[drafter]}, ")
 
 
 def test_generate_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,11 +220,70 @@ def test_the_model_is_given_back_however_a_stream_ends() -> None:
     assert [type(m) for m in hybrid.modules()] == before
 
 
-def test_the_drafter_and_the_draft_model_exclude_each_other() -> None:
-    with pytest.raises(OptionError, match="give one"):
-        generate(model(), TOKENIZER, PROMPT, drafter="ngram_simple", draft_model=draft())
-    with pytest.raises(OptionError, match="no drafter 'magic'"):
-        generate(model(), TOKENIZER, PROMPT, drafter="magic")
+REPEATING = [(7 * i * i + 3 * i + 5) % 64 for i in range(30)] * 4
+
+
+@pytest.mark.parametrize(
+    ("drafter", "names"),
+    [
+        ("ngram_simple", ["ngram_simple", "draft_model"]),  # the draft model comes last where it is not named
+        ("ngram_simple,draft_model", ["ngram_simple", "draft_model"]),
+        ("draft_model,ngram_simple", ["draft_model", "ngram_simple"]),
+        (" draft_model , ngram_simple ", ["draft_model", "ngram_simple"]),
+        (partial(NgramSimple, 1, 8), ["ngram_simple", "draft_model"]),
+        ([partial(NgramSimple, 1, 8)], ["ngram_simple", "draft_model"]),
+        ([partial(NgramSimple, 1, 8), "draft_model", Suffix], ["ngram_simple", "draft_model", "suffix"]),
+        (("draft_model", partial(NgramSimple, 1, 8)), ["draft_model", "ngram_simple"]),
+        ([], ["draft_model"]),
+        (None, ["draft_model"]),
+    ],
+    ids=str,
+)
+def test_drafters_and_a_draft_model_are_a_chain(drafter: Any, names: list[str]) -> None:
+    expected = [r.token for r in mlx_lm.stream_generate(model(), TOKENIZER, REPEATING, max_tokens=TOKENS)]
+    ours = list(stream_generate(
+        model(), TOKENIZER, REPEATING, max_tokens=TOKENS, drafter=drafter, draft_model=draft(), num_draft_tokens=4
+    ))  # fmt: skip
+    assert [r.token for r in ours] == expected
+    stats = ours[-1].stats
+    assert stats.drafter == ",".join(names)
+    assert stats.drafters.keys() == ({"draft_model"} if names[0] == "draft_model" else {"ngram_simple", "draft_model"})
+    assert sum(r.from_draft for r in ours) == stats.accepted > 0
+
+
+def test_the_drafters_of_a_chain_are_asked_in_order() -> None:
+    """One that never drafts hands its turn on, one that always does keeps it."""
+    ids = [r.token for r in theirs()]
+    right, silent = partial(Scripted, ids, lambda _, token: token), partial(Empty, ids)
+    for chain in ([right], [silent, right], [silent, right, "draft_model"]):
+        more = {"draft_model": draft()} if "draft_model" in chain else {}
+        with SpecDecoder(model(), TOKENIZER, chain, **more) as decoder:
+            last = list(decoder.stream(PROMPT, max_tokens=TOKENS, num_draft_tokens=4))[-1]
+        assert (last.stats.rounds, last.stats.accepted) == (TOKENS // 5, TOKENS * 4 // 5)
+        assert last.stats.drafters.keys() == {"scripted"}
+    with SpecDecoder(model(), TOKENIZER, [silent]) as decoder:
+        last = list(decoder.stream(PROMPT, max_tokens=TOKENS, num_draft_tokens=4))[-1]
+    assert (last.stats.rounds, last.stats.plain_rounds, last.stats.drafters) == (TOKENS, TOKENS, {})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [
+        ("magic", "no drafter 'magic'; choose among ngram_simple, .*suffix, draft_model"),
+        ("suffix,magic", "no drafter 'magic'"),
+        ("suffix,", "no drafter ''"),
+        ("", "no drafter ''"),
+        ("suffix,ngram_map,suffix", "drafter suffix is named twice"),
+        ("draft_model", "draft_model takes a model"),
+        ("suffix,draft_model", "draft_model takes a model"),
+        (["draft_model"], "draft_model takes a model"),
+    ],
+    ids=str,
+)
+def test_drafters_that_cannot_be(drafter: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said) as error:
+        generate(model(), TOKENIZER, PROMPT, drafter=drafter)
+    assert "\n" not in str(error.value)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -78,10 +78,12 @@ def expected() -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("drafter", [
-    (), ("--drafter", "none"), ("--drafter", "ngram_simple", "--ngram-n", "1", "--ngram-m", "4"),
+    (), ("--num-draft-tokens", "auto"), ("--drafter", "none"), ("--num-draft-tokens", "0"),
+    ("--drafter", "ngram_simple", "--ngram-n", "1", "--ngram-m", "4", "--num-draft-tokens", "4"),
     ("--draft-model", "{draft}"), ("--drafter", "draft_model", "--draft-model", "{draft}", "--num-draft-tokens", "6"),
-    ("--draft-model", "{model}"), ("--draft-model", "{windowed}"),
-    ("--num-draft-tokens", "0"),
+    ("--draft-model", "{model}", "--num-draft-tokens", "3"), ("--draft-model", "{windowed}", "--num-draft-tokens", "3"),
+    ("--drafter", "suffix,draft_model,ngram_map", "--draft-model", "{draft}", "--num-draft-tokens", "4"),
+    ("--drafter", "ngram_mod,ngram_cache", "--ngram-n-match", "2", "--ngram-n-min", "1", "--ngram-n-max", "8"),
 ], ids=" ".join)  # fmt: skip
 def test_generate_says_what_the_model_says(
     drafter: tuple[str, ...], folders: dict[str, str], expected: tuple[list[int], str]
@@ -100,12 +102,18 @@ def test_generate_says_what_the_model_says(
     assert said["generation_tokens"] == said["stats"]["tokens"] == 20
     stats = said["stats"]
     assert stats.keys() == {
-        "drafter", "rounds", "drafted", "accepted", "tokens", "acceptance_rate", "mean_accepted_length",
+        "drafter", "rounds", "drafted", "accepted", "tokens", "drafting", "verifying", "host", "plain_rounds",
+        "plain_seconds", "drafters", "acceptance_rate", "mean_accepted_length", "by_position", "predicted",
     }  # fmt: skip
     assert stats["rounds"] + stats["accepted"] == 20
-    assert (stats["drafter"] is None) == ("none" in drafter or "0" in drafter)
-    if drafter == ("--draft-model", "{model}"):
+    named = dict(zip(drafter[::2], drafter[1::2], strict=True))
+    default = "draft_model" if "--draft-model" in named else "suffix"
+    plain = named.get("--drafter") == "none" or named.get("--num-draft-tokens") == "0"
+    assert stats["drafter"] == (None if plain else named.get("--drafter", default))
+    if "{model}" in drafter:
         assert stats["acceptance_rate"] == 1.0
+    if "draft_model" in (stats["drafter"] or "") and named.get("--num-draft-tokens", "auto") != "auto":
+        assert stats["drafters"]["draft_model"]["drafted"] > 0
 
 
 def test_generate_prints_text_and_figures_as_mlx_lm_does(
@@ -168,6 +176,13 @@ def test_a_seed_fixes_the_text(folders: dict[str, str]) -> None:
         json.loads(run([*sampled, "--seed", seed], folders).stdout)["tokens"] for seed in ("1", "1", "2")
     )
     assert first == again != other
+    plain = json.loads(run([*sampled, "--seed", "1", "--num-draft-tokens", "0"], folders).stdout)["tokens"]
+    assert first == plain  # coupled, which a seed chooses: the text does not depend on what was drafted
+    sampled += ["--acceptance", "token", "--num-draft-tokens", "3"]
+    first, again, other = (
+        json.loads(run([*sampled, "--seed", seed], folders).stdout)["tokens"] for seed in ("1", "1", "2")
+    )
+    assert first == again != other
 
 
 def refused(done: Result, *says: str) -> None:
@@ -191,14 +206,24 @@ BAD_GENERATE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--model", "{torn}"), ("torn",)),
     (("--model", "{odd}"), ("odd", "no-such-model")),
     (("--dtype", "int3"), ("--dtype",)),
-    (("--drafter", "magic"), ("--drafter", "magic")),
-    (("--drafter", "draft_model"), ("draft_model", "missing")),
+    (("--drafter", "magic"), ("no drafter 'magic'", "ngram_simple", "draft_model")),
+    (("--drafter", "suffix,magic"), ("no drafter 'magic'",)),
+    (("--drafter", "suffix,none"), ("no drafter 'none'",)),
+    (("--drafter", "suffix,,ngram_map"), ("no drafter ''",)),
+    (("--drafter", "ngram_mod,suffix,ngram_mod"), ("ngram_mod is named twice",)),
+    (("--drafter", "draft_model"), ("draft_model takes a model", "--draft-model")),
+    (("--drafter", "suffix,draft_model"), ("draft_model takes a model", "--draft-model")),
     (("--drafter", "ngram_simple", "--draft-model", "{draft}"), ("ngram_simple", "draft")),
     (("--drafter", "none", "--draft-model", "{draft}"), ("none",)),
     (("--draft-model", "{model}-not"), ("model-not", "does not exist")),
     (("--draft-model", "{stranger}"), ("another tokenizer", "token 0 ")),
-    (("--ngram-n", "0"), ("ngram_n is 0", "from 1")),
-    (("--ngram-m", "0"), ("ngram_m is 0", "from 1")),
+    (("--drafter", "ngram_simple", "--ngram-n", "0"), ("ngram_n is 0", "from 1")),
+    (("--drafter", "suffix,ngram_simple", "--ngram-m", "0"), ("ngram_m is 0", "from 1")),
+    (("--drafter", "ngram_map", "--ngram-min-hits", "0"), ("ngram_min_hits is 0", "from 1")),
+    (("--drafter", "ngram_map", "--ngram-mode", "v"), ("ngram_mode is 'v'",)),
+    (("--drafter", "ngram_mod", "--ngram-n-match", "0"), ("ngram_n_match is 0",)),
+    (("--drafter", "ngram_mod", "--ngram-n-min", "9", "--ngram-n-max", "8"), ("ngram_n_min is 9", "ngram_n_max is 8")),
+    (("--drafter", "ngram_cache", "--lookup-cache-static", "{model}-not"), ("model-not", "No such file")),
     (("--ngram-n", "many"), ("--ngram-n", "many")),
     (("--kv-bits", "7"), ("kv_bits is 7",)),
     (("--kv-bits", "0"), ("kv_bits is 0",)),
@@ -210,7 +235,9 @@ BAD_GENERATE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--prefill-step-size", "0"), ("prefill_step_size is 0",)),
     (("--max-tokens", "-5"), ("max_tokens is -5",)),
     (("--max-tokens", "few"), ("--max-tokens", "few")),
-    (("--num-draft-tokens", "-1"), ("num_draft_tokens is -1",)),
+    (("--num-draft-tokens", "-1"), ("num_draft_tokens is -1", "auto")),
+    (("--num-draft-tokens", "many"), ("--num-draft-tokens", "many", "auto")),
+    (("--num-draft-tokens", "1.5"), ("--num-draft-tokens", "1.5")),
     (("--temp", "-0.1"), ("temperature is -0.1",)),
     (("--temp", "nan"), ("temperature is nan",)),
     (("--temp", "inf"), ("temperature is inf",)),
@@ -390,8 +417,10 @@ def test_prove_notices_another_distribution(
 
 BAD_PROVE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--drafter", "none"), ("nothing to prove",)),
-    (("--num-draft-tokens", "0"), ("nothing to prove",)),
-    (("--num-draft-tokens", "-2"), ("num_draft_tokens is -2",)),
+    (("--num-draft-tokens", "0"), ("--num-draft-tokens", "0 is not in the range x>=1")),
+    (("--num-draft-tokens", "-2"), ("--num-draft-tokens", "-2 is not in the range x>=1")),
+    (("--num-draft-tokens", "auto"), ("--num-draft-tokens", "auto")),
+    (("--drafter", "suffix,draft_model"), ("draft_model takes a model",)),
     (("-m", "0"), ("max_tokens is 0",)),
     (("-m", "-1"), ("max_tokens is -1",)),
     (("--temp", "-1"), ("temperature is -1",)),

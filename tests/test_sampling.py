@@ -203,7 +203,7 @@ def picks(sizes: Sequence[int], seed: int | None, **params: Any) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("params", [COUPLED, {"temperature": 1.0}, {"temperature": 0.0}])
+@pytest.mark.parametrize("params", [COUPLED, {"temperature": 1.0, "acceptance": "token"}, {"temperature": 0.0}])
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (8,), (24,), (5, 1)])
 def test_the_same_seed_picks_the_same_in_rounds_of_any_size(sizes: Sequence[int], params: dict[str, Any]):
     for seed in range(5):
@@ -235,7 +235,7 @@ def test_neither_reads_nor_moves_the_global_random_state():
     mx.random.seed(1)
     assert picks((3,), 5, **COUPLED) == first
     mx.random.seed(1)
-    for params in (COUPLED, {"temperature": 1.0, "top_k": 3, "min_p": 0.1}):
+    for params in (COUPLED, {"temperature": 1.0, "top_k": 3, "min_p": 0.1, "acceptance": "token"}):
         ours = sampler(seed=0, **params)
         mx.eval(ours.draft(random_logits(1), mx.array([0])), ours.uniforms(3), ours.draw(mx.ones((5,))))
     assert mx.random.uniform().item() == want.item()
@@ -273,7 +273,7 @@ def test_draw_takes_weights_as_they_are(weights: list[float]):
 
 
 def test_a_draft_is_drawn_from_the_distribution_that_it_reports():
-    params = {"temperature": 0.8, "top_k": 6, "presence_penalty": 1.0, "logit_bias": {2: 1.0}}
+    params = {"temperature": 0.8, "top_k": 6, "presence_penalty": 1.0, "logit_bias": {2: 1.0}, "acceptance": "token"}
     logits, fed, counts = random_logits(1), mx.array([6, 7]), [0] * VOCAB
     ours = sampler([4, 5], **params)
     want = mx.softmax(ours.filtered(ours.logprobs(logits, fed, start=1)), axis=-1)
@@ -321,7 +321,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", [0, 1, 12345, None])
 def test_drawing_drafting_and_accepting_never_share_noise(seed: int | None, keys: list[tuple[int, ...]]):
     """At any two places, and for drafting and accepting not even between two rounds."""
-    ours = sampler([0], temperature=1.0, seed=seed)
+    ours = sampler([0], temperature=1.0, seed=seed, acceptance="token")
     logits = mx.zeros((9, 4))
     draws, drafts, accepts = [], [], []
     for place in range(600):
@@ -374,7 +374,7 @@ BAD = {
     "frequency_context_size": [0, -1, 2.5, None],
     "logit_bias": [{3: NAN}, {3: INF}, {3: "1"}, {"three": 1.0}],
     "seed": [1.5, "lucky"],
-    "acceptance": ["typical", "", None],
+    "acceptance": ["typical", "", "Token", 1],
 }
 
 
@@ -397,7 +397,7 @@ GOOD = {
     "frequency_penalty": [None, 0, -2.0, 2.0],
     "logit_bias": [{}, {3: 1.0}, {3: -100}, {3: -INF}],
     "seed": [None, 0, 2**63, -1],
-    "acceptance": ["token", "block", "coupled"],
+    "acceptance": [None, "token", "block", "coupled"],
 }
 
 
@@ -408,3 +408,25 @@ def test_good_values_work(name: str, value: Any):
     tokens = ours.pick(logprobs)
     assert not mx.isnan(logprobs).any().item()
     assert ((tokens >= 0) & (tokens < VOCAB)).all().item()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_rule_is_coupled_with_a_seed_and_token_without(temperature: float):
+    """Unless one is named, which stands."""
+    assert SamplingParams(temperature=temperature).rule == "token"
+    assert SamplingParams(temperature=temperature, seed=0).rule == "coupled"
+    for rule in ("token", "block", "coupled"):
+        for seed in (None, 0, 7):
+            assert SamplingParams(temperature=temperature, seed=seed, acceptance=rule).rule == rule
+
+
+def test_the_resolved_rule_is_what_is_done():
+    """By default a seed makes drafts stand by matching; without one a draft model has to say its distribution."""
+    assert sampler(temperature=1.0, seed=3).matches
+    assert not sampler(temperature=1.0).matches
+    assert not sampler(temperature=1.0, seed=3, acceptance="token").matches
+    logits, fed = random_logits(1), mx.array([1])
+    assert sampler(temperature=1.0, seed=3).draft(logits, fed)[1] is None
+    assert sampler(temperature=1.0).draft(logits, fed)[1] is not None
+    named = sampler(temperature=1.0, seed=3, acceptance="coupled").draft(logits, fed)[0]
+    assert mx.array_equal(sampler(temperature=1.0, seed=3).draft(logits, fed)[0], named)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,8 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlx_specdec import SamplingParams, SpecDecError, SpecDecoder
+from mlx_specdec import SamplingParams, SpecDecError, SpecDecoder, draft_length
+from mlx_specdec.draft_length import Costs
 from mlx_specdec.drafters.base import NOTHING, Draft
 from mlx_specdec.drafters.ngram_simple import NgramSimple
 from mlx_specdec.features import FeatureRequest
@@ -64,6 +66,7 @@ def options(kind: str, drafter: str) -> dict[str, Any]:
     return ways[drafter]
 
 
+DRAFTS = 4  # in every round, where a test needs them: "auto" drafts only where that is measured to be faster
 DRAFTERS = ("plain", "draft_model", "self", "ngram")
 every_kind = pytest.mark.parametrize("kind", MODELS)
 every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
@@ -107,35 +110,55 @@ def shape(module: nn.Module) -> list[tuple[str, Any]]:
 
 @every_drafter
 @every_kind
-@pytest.mark.parametrize("count", [2, 8])
-def test_threads_at_once_on_one_decoder(kind: str, drafter: str, count: int) -> None:
+@pytest.mark.parametrize(("count", "most"), [(2, DRAFTS), (8, DRAFTS), (8, "auto")])
+def test_threads_at_once_on_one_decoder(kind: str, drafter: str, count: int, most: Any) -> None:
     with SpecDecoder(model(kind), TOKENIZER, **options(kind, drafter)) as decoder:
 
         def run(n: int) -> list[int]:
-            return ids(decoder.stream(prompt(n), max_tokens=TOKENS))
+            return ids(decoder.stream(prompt(n), max_tokens=TOKENS, num_draft_tokens=most))
 
         outputs = at_once(*(partial(run, n) for n in range(count)))
     assert outputs == [answer(kind, n) for n in range(count)]
 
 
 @every_kind
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 1.0, "acceptance": "block", "top_p": 0.9},
+@pytest.mark.parametrize("params", [{"temperature": 1.0, "acceptance": "token"},
+                                    {"temperature": 1.0, "acceptance": "block", "top_p": 0.9},
+                                    {"temperature": 1.0},
                                     {"repetition_penalty": 1.3, "logit_bias": {5: 1.0}}], ids=str)  # fmt: skip
 def test_threads_at_once_with_samplers_of_their_own(kind: str, params: dict[str, Any]) -> None:
     with SpecDecoder(model(kind), TOKENIZER, **options(kind, "draft_model")) as decoder:
+        most = DRAFTS if "acceptance" in params else "auto"  # the others do not depend on what was drafted
 
         def output(n: int) -> list[int]:
-            return ids(decoder.stream(prompt(n), SamplingParams(seed=n, **params), max_tokens=TOKENS))
+            sampled = SamplingParams(seed=n, **params)
+            return ids(decoder.stream(prompt(n), sampled, max_tokens=TOKENS, num_draft_tokens=most))
 
         alone = [output(n) for n in range(4)]
         assert at_once(*(partial(output, n) for n in range(4))) == alone
+
+
+def test_measurements_are_whole_whenever_another_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests of a decoder share them: in the middle of taking one in, what was known before is still known."""
+    costs, seen = Costs(), list[float]()
+    for size, seconds in ((1, 1.0), (2, 2.0), (5, 3.0)):
+        costs.add(size, seconds)
+
+    def meanwhile(measured: Any) -> float:
+        assert (costs.known, costs.most) == (True, 5)
+        seen.extend(costs.seconds(size) for size in (1, 2, 5))
+        return median(measured)
+
+    monkeypatch.setattr(draft_length, "median", meanwhile)
+    costs.add(1, 1.0)
+    assert seen == [1.0, 2.0, 3.0] * 3
 
 
 @every_kind
 @pytest.mark.parametrize("drafters", [("draft_model", "ngram"), ("self", "self"), ("plain", "draft_model")], ids=str)
 def test_two_decoders_that_share_a_model(kind: str, drafters: Sequence[str]) -> None:
     def run(decoder: SpecDecoder, n: int) -> list[int]:
-        return ids(decoder.stream(prompt(n), max_tokens=TOKENS))
+        return ids(decoder.stream(prompt(n), max_tokens=TOKENS, num_draft_tokens=DRAFTS))
 
     first, second = (SpecDecoder(model(kind), TOKENIZER, **options(kind, drafter)) for drafter in drafters)
     with second:
@@ -151,9 +174,11 @@ def test_two_decoders_that_share_a_model(kind: str, drafters: Sequence[str]) -> 
 def test_one_stream_continued_by_threads_in_turn(kind: str, drafter: str) -> None:
     hands = [ThreadPoolExecutor(1) for _ in range(2)]
     with SpecDecoder(model(kind), TOKENIZER, **options(kind, drafter)) as decoder:
-        for params in (SamplingParams(), SamplingParams(temperature=0.8, seed=1, repetition_penalty=1.2)):
-            alone = list(decoder.stream(prompt(0), params, max_tokens=TOKENS))
-            stream = hands[0].submit(decoder.stream, prompt(0), params, max_tokens=TOKENS).result()
+        request = {"max_tokens": TOKENS, "num_draft_tokens": DRAFTS}
+        sampled = SamplingParams(temperature=0.8, seed=1, repetition_penalty=1.2, acceptance="token")
+        for params in (SamplingParams(), sampled):
+            alone = list(decoder.stream(prompt(0), params, **request))
+            stream = hands[0].submit(partial(decoder.stream, prompt(0), params, **request)).result()
             turns = [hands[n % 2].submit(next, stream).result(timeout=60) for n in range(TOKENS - 4)] + list(stream)
             assert ids(turns) == ids(alone)
             assert "".join(r.text for r in turns) == "".join(r.text for r in alone)
@@ -172,14 +197,17 @@ def test_a_model_may_be_used_first_in_another_thread(name: str, overrides: dict[
     for drafted in (False, True):
         built = zoo.build(name, vocab=VOCAB, **overrides)
         with SpecDecoder(built, TOKENIZER, draft_model=built if drafted else None) as decoder:
-            assert at_once(lambda: ids(decoder.stream(prompt(0), max_tokens=8))) == [expected]
+            run = partial(decoder.stream, prompt(0), max_tokens=8, num_draft_tokens=3)
+            assert at_once(lambda run=run: ids(run())) == [expected]
 
 
 def test_a_decoder_may_be_made_in_another_thread() -> None:
     for kind in MODELS:
         (decoder,) = at_once(partial(SpecDecoder, model(kind), TOKENIZER, **options(kind, "draft_model")))
         with decoder:
-            assert ids(decoder.stream(prompt(0), max_tokens=TOKENS)) == answer(kind, 0)
+            for most in (DRAFTS, "auto"):
+                said = ids(decoder.stream(prompt(0), max_tokens=TOKENS, num_draft_tokens=most))
+                assert said == answer(kind, 0)
 
 
 def test_a_process_that_generated_in_a_thread_ends_well() -> None:
@@ -201,23 +229,24 @@ def test_a_process_that_generated_in_a_thread_ends_well() -> None:
 @every_kind
 @pytest.mark.parametrize("how", ["event", "close", "drop"])
 def test_cancelled_and_run_again(kind: str, drafter: str, how: str) -> None:
+    request = {"max_tokens": TOKENS, "num_draft_tokens": DRAFTS}
     with SpecDecoder(model(kind), TOKENIZER, **options(kind, drafter)) as decoder:
         for after in (0, 5):
             cancel = threading.Event()
-            stream = decoder.stream(prompt(0), max_tokens=TOKENS, cancel=cancel)
+            stream = decoder.stream(prompt(0), cancel=cancel, **request)
             begun = [next(stream) for _ in range(after)]
             assert ids(begun) == answer(kind, 0)[:after]
             if how == "event":
                 cancel.set()
                 rest = list(stream)  # what its last round had found already
-                assert len(rest) < 8
+                assert len(rest) < DRAFTS + 1
                 assert ids(begun + rest) == answer(kind, 0)[: after + len(rest)]
             elif how == "close":
                 stream.close()  # type: ignore[attr-defined]
                 assert list(stream) == []
             else:
                 del stream
-            assert ids(decoder.stream(prompt(0), max_tokens=TOKENS)) == answer(kind, 0)
+            assert ids(decoder.stream(prompt(0), **request)) == answer(kind, 0)
 
 
 def test_a_stream_is_cancelled_from_another_thread() -> None:
@@ -240,12 +269,12 @@ def test_close_gives_the_model_back(kind: str, drafter: str) -> None:
     before = shape(model(kind)), shape(draft(kind))
     expected = answer(kind, 0)
     decoder = SpecDecoder(model(kind), TOKENIZER, **options(kind, drafter))
-    list(decoder.stream(prompt(0), max_tokens=3))
-    stream = decoder.stream(prompt(0), max_tokens=TOKENS)
+    list(decoder.stream(prompt(0), max_tokens=3, num_draft_tokens=DRAFTS))
+    stream = decoder.stream(prompt(0), max_tokens=TOKENS, num_draft_tokens=DRAFTS)
     next(stream)
     decoder.close()
     assert (shape(model(kind)), shape(draft(kind))) == before
-    assert len(list(stream)) < 8
+    assert len(list(stream)) < DRAFTS + 1
     with pytest.raises(SpecDecError, match="closed"):
         decoder.stream(prompt(0))
     decoder.close()  # again does nothing
@@ -288,7 +317,7 @@ def test_closing_in_the_middle_of_a_round_ends_the_stream_quietly(kind: str, wan
             decoder.close()
 
     decoder = SpecDecoder(model(kind), TOKENIZER, lambda: Interrupted(act, wants))
-    said = ids(decoder.stream(prompt(0), max_tokens=TOKENS))
+    said = ids(decoder.stream(prompt(0), max_tokens=TOKENS, num_draft_tokens=DRAFTS))
     assert said == answer(kind, 0)[: len(said)]
     assert 4 <= len(said) <= 5
 
@@ -300,7 +329,9 @@ def test_decoders_come_and_go_while_another_runs(kind: str) -> None:
     def run() -> bool:
         try:
             return all(
-                ids(running.stream(prompt(n), max_tokens=TOKENS)) == answer(kind, n) for _ in range(3) for n in range(3)
+                ids(running.stream(prompt(n), max_tokens=TOKENS, num_draft_tokens=most)) == answer(kind, n)
+                for most in (DRAFTS, "auto", DRAFTS)
+                for n in range(3)
             )
         finally:
             done.set()
@@ -310,7 +341,8 @@ def test_decoders_come_and_go_while_another_runs(kind: str) -> None:
         while not done.is_set():
             for way in ("draft_model", "self", "ngram"):
                 with SpecDecoder(model(kind), TOKENIZER, **options(kind, way)) as decoder:
-                    assert ids(decoder.stream(prompt(0), max_tokens=4)) == answer(kind, 0)[:4]
+                    said = ids(decoder.stream(prompt(0), max_tokens=4, num_draft_tokens=3))
+                    assert said == answer(kind, 0)[:4]
             made += 1
         return made
 

@@ -38,12 +38,14 @@ class DrafterOptions:
 
 def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
     """What makes the drafters called `names`, in order, for a sequence: "suffix", or "ngram_map,draft_model", where the
-    last stays a name, since it takes a model.
+    last stays a name, since it takes a model; "none" is nothing.
 
     Memories of earlier requests (ngram_mod's table, the suffix memory, lookup files) belong to what is returned and are
     shared by all drafters that it makes. Raises OptionError for an unknown name, one that comes twice, or a bad option.
     """
     options = options or DrafterOptions()
+    if names == "none":
+        return []
     chosen = [name.strip() for name in names.split(",")]
     for place, name in enumerate(chosen):
         if name not in NAMES:

@@ -20,6 +20,11 @@ class Draft(NamedTuple):
     probs: mx.array | None = None
     confidence: tuple[float, ...] | None = None
 
+    def within(self, vocab: int) -> "Draft":
+        """Ids that the target does not know, which would read beyond its embedding, become 0: a bad guess as well."""
+        known = (self.tokens >= 0) & (self.tokens < vocab)
+        return self._replace(tokens=mx.where(known, self.tokens, 0).astype(mx.int32))
+
     def head(self, k: int) -> "Draft":
         """Its first `k` tokens."""
         return Draft(

@@ -1,14 +1,13 @@
 """The model being accelerated, as the round loop sees it: any mlx-lm model, not forked."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
@@ -97,6 +96,9 @@ class Target:
         if self.options.kv_bits and any(isinstance(c, RotatingKVCache) for c in leaves(caches)):
             raise OptionError(f"kv_bits is {self.options.kv_bits} and {name} has sliding windows, which are not "
                               "quantised; leave it out")  # fmt: skip
+        if self.options.kv_bits and not any(hasattr(c, "to_quantized") for c in caches):
+            raise OptionError(f"kv_bits is {self.options.kv_bits} and {name} has no cache that can be quantised; "
+                              "leave it out")  # fmt: skip
         return caches
 
     def _probe(self) -> int:
@@ -200,18 +202,6 @@ def evaluate(model: nn.Module) -> None:
     """Compute all arrays of a model, those that are no parameters (rotation frequencies) too: a lazy array belongs to
     the thread that made it, and another could not generate with it."""
     mx.eval([v for module in model.modules() for v in module.values() if isinstance(v, mx.array)])
-
-
-@contextmanager
-def wired_memory() -> Iterator[None]:
-    """Let the GPU keep what it uses resident, as mlx-lm does while it generates; nothing without a GPU."""
-    before = maybe_set_recommended_wired_limit()
-    try:
-        yield
-    finally:
-        if before is not None:
-            mx.synchronize()
-            mx.set_wired_limit(before)
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -181,7 +181,8 @@ class Rewinder:
     def _check(self) -> None:
         for entry in self.entries:
             offset = getattr(entry.cache, "offset", self.offset)
-            assert offset == self.offset, f"{type(entry.cache).__name__} holds {offset} tokens, not {self.offset}"
+            if offset != self.offset:  # a fault of ours, which must not become a wrong text in silence
+                raise AssertionError(f"{type(entry.cache).__name__} holds {offset} tokens, not {self.offset}")
 
 
 def leaves(caches: list) -> list:

@@ -53,7 +53,7 @@ def test_a_draft_model_of_any_kind_for_a_target_of_another(kind: str) -> None:
             assert drafted(target(), drafter, prompt(length), TOKENS, k) == answer(length)
 
 
-SAMPLED = {"temperature": 1.0, "seed": 2}
+SAMPLED = {"temperature": 1.0, "seed": 2, "acceptance": "token"}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     SAMPLED,
@@ -96,7 +96,8 @@ def test_drafts_are_tokens_of_the_target(rows: int, params: dict[str, Any]) -> N
     for last in (5, VOCAB - 1):
         drafter.start(prompt(10))
         drafter.observe(prompt(10)[:-1], None)
-        tokens, probs = drafter.propose(last, 6, sampler(prompt(10), **params))
+        tokens, probs, confidence = drafter.propose(last, 6, sampler(prompt(10), **params))
+        assert confidence is None
         assert tokens.shape == (6,)
         assert tokens.dtype == mx.int32
         assert 0 <= tokens.min().item() <= tokens.max().item() < min(rows, VOCAB)

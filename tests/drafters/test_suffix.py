@@ -8,6 +8,8 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,6 +29,9 @@ ANY = Sampler(SamplingParams(), [0])  # what this drafter proposes does not depe
 def propose(drafter: Suffix, last: int, limit: int = 24) -> list[int]:
     draft = drafter.propose(last, limit, ANY)
     assert draft.probs is None
+    assert (draft.confidence is None) == (draft.tokens.size == 0)
+    assert all(0 < chance <= 1 for chance in draft.confidence or ())
+    assert len(draft.confidence or ()) == draft.tokens.size
     assert draft.tokens.dtype == mx.int32
     return draft.tokens.tolist()
 
@@ -57,23 +62,25 @@ def definition(texts: Sequence[Sequence[int]], depth: int, context: list[int], l
     children: dict[tuple, list[tuple]] = {}
     for string in seen:
         children.setdefault(string[:-1], []).append(string)
-    best: tuple[list[int], float] = ([], 0.0)
+    best: tuple[list[int], float, list[float]] = ([], 0.0, [])
     for matched in range(1, len(context)):
         string = tuple(context[-matched:])
         if string not in seen:
             break
         most = min(limit, int(matched * rule.max_spec_factor + rule.max_spec_offset + 1e-6))
-        tokens, score, prob = [], 0.0, 1.0
+        tokens, chances, score, prob = [], [], 0.0, 1.0
         while len(tokens) < most and string in children:
             child = max(children[string], key=seen.__getitem__)
-            prob *= seen[child][0] / seen[string][0]
+            chance = seen[child][0] / seen[string][0]
+            prob *= chance
             if prob < rule.min_token_prob:
                 break
             tokens.append(child[-1])
+            chances.append(chance)
             score += prob
             string = child
         if score >= best[1]:
-            best = tokens, score
+            best = tokens, score, chances
     return best
 
 
@@ -131,6 +138,9 @@ def test_probabilities_and_score(filler: int):
         guess = drafter._tree.guess(context, 24, Rule(1.0, 2.0, floor), recent=True)
         assert guess.tokens == tokens
         assert guess.score == pytest.approx(score)
+        assert guess.chances == pytest.approx([3 / 4, 2 / 3, 1][: len(tokens)])
+    confidence = drafter.propose(1, 24, ANY).confidence
+    assert confidence == pytest.approx((3 / 4, 2 / 3, 1))  # what the draft says of itself
 
 
 def test_the_best_score_chooses_the_match():
@@ -181,6 +191,8 @@ def test_random_texts():
             context = [*text, random.randrange(alphabet)][-depth:]
             guess = drafter._tree.guess(array("i", context), limit, rule, recent=True)
             assert guess == definition([text], depth, context, limit, rule)
+            assert sum(accumulate(guess.chances, mul)) == pytest.approx(guess.score)
+            assert len(guess.chances) == len(guess.tokens)
             drafts += bool(guess.tokens)
     assert drafts > 500
 
@@ -218,6 +230,7 @@ def test_random_memories():
             context, rule = [random.randrange(alphabet) for _ in range(depth)], random_rule(random)
             guess = memory.guess(array("i", context), 24, rule)
             assert guess == definition(kept, depth, context, 24, rule)
+            assert sum(accumulate(guess.chances, mul)) == pytest.approx(guess.score)
             drafts += bool(guess.tokens)
         fresh = SuffixMemory(max_tree_depth=depth)
         for output in kept:
