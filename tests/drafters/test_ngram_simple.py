@@ -10,7 +10,7 @@ from random import Random
 import mlx.core as mx
 import pytest
 
-from mlx_specdec.drafters import by_name
+from mlx_specdec.drafters import DrafterOptions, by_name
 from mlx_specdec.drafters.ngram_simple import NgramSimple
 from mlx_specdec.errors import OptionError
 from mlx_specdec.sampling import Sampler, SamplingParams
@@ -123,12 +123,12 @@ def test_limit(limit: int):
 @pytest.mark.parametrize("option", ["ngram_n", "ngram_m"])
 def test_options_out_of_range(option: str, value: float):
     with pytest.raises(OptionError, match=rf"{option} is {value}\b"):
-        by_name("ngram_simple", **{option: value})
+        by_name("ngram_simple", DrafterOptions(**{option: value}))
 
 
 @pytest.mark.parametrize("option", ["ngram_n", "ngram_m"])
 def test_options_at_the_ends(option: str):
     for value in (1, 1024):
-        drafter = by_name("ngram_simple", **{option: value})()
+        drafter = by_name("ngram_simple", DrafterOptions(**{option: value}))[0]()
         drafter.start([1])
         assert propose(drafter, 1, 4) == []
