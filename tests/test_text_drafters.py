@@ -37,10 +37,10 @@ def decoded(
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_equal_plain_decoding(kind: str, names: str) -> None:
     drafted = 0
-    for size in (1, 7, 17):
+    for size in (1, 17):
         prompt = prompt_of(size) * 2
         answer = answer_of(kind, prompt, TOKENS)
-        for length in (Fixed(1), Fixed(4), Fixed(8), Auto()):
+        for length in (Fixed(1), Fixed(5), Auto()):
             ids, proposed = decoded(kind, names, prompt, length)
             assert ids == answer, (size, length)
             drafted += proposed

@@ -55,7 +55,7 @@ def test_ids_equal_plain_decoding(number: int) -> None:
     target, tokenizer, draft = loaded()
     prompt = chat(tokenizer, PROMPTS[number], None, {})
     answer = plain(target.model, prompt, TOKENS)
-    assert drafted(target, NgramSimple(2, 8), prompt, TOKENS, 8) == answer
+    assert drafted(target, NgramSimple(3, 8), prompt, TOKENS, 4) == answer
     assert drafted(target, DraftModel(draft, target.vocab), prompt, TOKENS, 8) == answer
 
 
