@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -82,20 +83,23 @@ class SpecDecoder:
             makers.append("draft_model")
         if draft_model is None and "draft_model" in makers:
             raise OptionError("the drafter draft_model takes a model; give one (draft_model, --draft-model)")
-        wants = Chain([make() for make in makers if not isinstance(make, str)], self._auto).wants
-        self.target = Target(model, cache, wants=wants, rewinds=bool(makers))
+        self.target = Target(model, cache, rewinds=bool(makers))
         self._draft_target: Target | None = None
-        if draft_model is not None:
-            try:
+        try:
+            if draft_model is not None:
                 self._draft_target = Target(draft_model)
-            except BaseException:
-                self.close()
-                raise
-        self._makers = [self._make_draft_model if isinstance(make, str) else make for make in makers]
+            self._makers = [self._ready(make) for make in makers]
+            self.target.watch(Chain([make() for make in self._makers], self._auto).wants)
+        except BaseException:
+            self.close()
+            raise
 
-    def _make_draft_model(self) -> Drafter:
-        assert self._draft_target is not None
-        return DraftModel(self._draft_target, self.target.vocab)
+    def _ready(self, make: Maker) -> Callable[[], Drafter]:
+        """What makes a drafter for a sequence, a drafter's model paired with the target."""
+        if isinstance(make, str):
+            assert self._draft_target is not None
+            return partial(DraftModel, self._draft_target, self.target.vocab)
+        return make if callable(make) else make.pair(self.target)
 
     def close(self) -> None:
         """Stop the streams that run, before their next round, and leave the models as they were."""
@@ -226,7 +230,7 @@ def _makers(drafter: str | Maker | Sequence[Maker] | None) -> list[Maker]:
     if isinstance(drafter, str):
         return by_name(drafter)
     makers: list[Any] = list(drafter) if isinstance(drafter, Sequence) else [drafter]
-    names = [make for make in makers if not callable(make)]
+    names = [make for make in makers if not callable(make) and not hasattr(make, "pair")]
     if names not in ([], ["draft_model"]):
         raise OptionError(f"drafter is {drafter!r}; give a name, what makes a drafter, or a list of such, each once")
     return makers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import OptionError
-from .base import Drafter
+from .base import Drafter, DrafterModel
 from .ngram_cache import Lookup, NgramCache
 from .ngram_map import NgramMap
 from .ngram_mod import NgramMod, Table
@@ -18,7 +18,7 @@ TEXT_DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffi
 NAMES = (*TEXT_DRAFTERS, "draft_model")
 DEFAULT = "suffix"
 
-Maker = Callable[[], Drafter] | Literal["draft_model"]
+Maker = Callable[[], Drafter] | DrafterModel | Literal["draft_model"]
 
 
 @dataclass

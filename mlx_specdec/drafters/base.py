@@ -1,12 +1,15 @@
 """What a drafter is: something that proposes tokens, and is told what became certain."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from ..features import FeatureRequest, Features
 from ..sampling import Sampler
+
+if TYPE_CHECKING:
+    from ..target.model import Target
 
 
 class Draft(NamedTuple):
@@ -63,3 +66,13 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The sequence is over. What the drafter keeps for later ones, if anything, it keeps now."""
+
+
+class DrafterModel(Protocol):
+    """The weights of a drafter that has any: shared by the sequences, and by nothing but one target."""
+
+    name: str
+
+    def pair(self, target: "Target") -> Callable[[], Drafter]:
+        """What makes its drafters for sequences of `target`. Raises PairingError, naming what was compared, when it
+        was made for another."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..draft_length import DraftLength
+from ..errors import OptionError
 from ..features import FeatureRequest, Features
 from ..sampling import Sampler
 from .base import NOTHING, Draft, Drafter
@@ -20,8 +21,12 @@ class Chain:
 
     @property
     def wants(self) -> FeatureRequest:
-        """What its drafters want to see. At most one of them may want something."""
-        return next((d.wants for d in self.drafters if d.wants), FeatureRequest())
+        """What its drafters want to see. Raises OptionError when two want hidden states."""
+        wanting = [d for d in self.drafters if d.wants]
+        if len(wanting) > 1:
+            names = " and ".join(d.name for d in wanting)
+            raise OptionError(f"the drafters {names} both read the target's hidden states; keep one of them")
+        return wanting[0].wants if wanting else FeatureRequest()
 
     def start(self, prompt: Sequence[int]) -> None:
         for drafter in self.drafters:

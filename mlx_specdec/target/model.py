@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
+from .ends import Ends
 from .mixers import Mixers
 from .rewind import Rewinder, SinkWindow, leaves, recurrent
 from .taps import Taps
@@ -50,33 +51,43 @@ class Target:
         model: nn.Module,
         options: CacheOptions | None = None,
         *,
-        wants: FeatureRequest | None = None,
         rewinds: bool = True,
     ):
         """`rewinds` False is for a model that only ever runs certain tokens: any kind of cache will do then.
 
         Raises UnsupportedModelError when the model's cache cannot be rewound exactly, OptionError when it cannot be
-        kept as `options` say, PairingError when the model lacks a layer of `wants`.
+        kept as `options` say.
         """
         self.model, self.options, self.rewinds = model, options or CacheOptions(), rewinds
-        self.context = context_length(model)
+        self.context, self.hidden = context_length(model), hidden_size(model)
         evaluate(model)
         self.mixers: Mixers | None = None
         self.taps: Taps | None = None
+        self._ends: Ends | None = None
         try:
             caches = self._make_caches()
             if rewinds and recurrent(caches):
                 self.mixers = Mixers(model, caches, recurrent(caches))
-            if wants:
-                self.taps = Taps(model, wants)
             self.vocab = self._probe()
         except BaseException:
             self.close()
             raise
 
+    def watch(self, wants: FeatureRequest) -> None:
+        """Let passes from now on hand out the features of `wants`. Raises PairingError when the model lacks a layer."""
+        if wants:
+            self.taps = Taps(self.model, wants)
+
+    @property
+    def ends(self) -> Ends:
+        """The model's own embedding and head. Raises PairingError when they cannot be told from its layers."""
+        if self._ends is None:
+            self._ends = Ends(self.model)
+        return self._ends
+
     def close(self) -> None:
         """Take every hook out of the model. Its sequences must not be used after this."""
-        for hooks in (self.mixers, self.taps):
+        for hooks in (self.mixers, self.taps, self._ends):
             if hooks is not None:
                 hooks.release()
 
@@ -206,9 +217,18 @@ def evaluate(model: nn.Module) -> None:
 
 def context_length(model: nn.Module) -> int | None:
     """The most tokens that the model was made for, if its configuration says."""
+    return _configured(model, "max_position_embeddings")
+
+
+def hidden_size(model: nn.Module) -> int | None:
+    """The width of its hidden states, if its configuration says."""
+    return _configured(model, "hidden_size")
+
+
+def _configured(model: nn.Module, field: str) -> int | None:
     args = getattr(model, "args", None)
     for config in (args, getattr(args, "text_config", None)):
         known = config if isinstance(config, dict) else vars(config) if config is not None else {}
-        if isinstance(known.get("max_position_embeddings"), int):
-            return known["max_position_embeddings"]
+        if isinstance(known.get(field), int):
+            return known[field]
     return None

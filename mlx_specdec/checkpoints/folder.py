@@ -1,0 +1,106 @@
+"""A drafter's checkpoint on disk: its config, and its tensors by name."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import CheckpointError
+
+FEW = 8  # names listed in a message
+
+
+class Folder:
+    """The files of one checkpoint. Tensors are read when they are used, shard by shard."""
+
+    def __init__(self, path: Path):
+        """Raises CheckpointError when there is no readable config.json."""
+        self.path = path
+        try:
+            self.config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{path} has no config.json that can be read; give a drafter's folder") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}; fetch it again") from error
+        if not isinstance(self.config, dict):
+            raise CheckpointError(f"{path / 'config.json'} is not a JSON object; fetch it again")
+
+    def tensors(self) -> dict[str, mx.array]:
+        """All tensors of all shards, unevaluated. Raises CheckpointError for a file that is missing or damaged."""
+        tensors: dict[str, mx.array] = {}
+        for file in self.files():
+            try:
+                loaded = mx.load(str(file))
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{file} cannot be read: {error}; fetch it again") from error
+            assert isinstance(loaded, dict)
+            tensors |= loaded
+        return tensors
+
+    def files(self) -> list[Path]:
+        """The files that hold the tensors. Raises CheckpointError when there are none or the index is wrong."""
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            for name in sorted(names):
+                if Path(name).name != name:
+                    raise CheckpointError(f"{index} names the file {name!r}, which is not in its folder; do not use it")
+                if not (self.path / name).exists():
+                    raise CheckpointError(f"{index} names {name}, which is missing; fetch the checkpoint again")
+            return [self.path / name for name in sorted(names)]
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{self.path} holds no .safetensors file; fetch the checkpoint again")
+        return files
+
+
+def fill(network: nn.Module, tensors: dict[str, mx.array], folder: Folder) -> None:
+    """Give `network` its weights: every one, of the right shape, none left over, none NaN, no matrix all zero.
+
+    Modules that the file holds quantised become quantised modules. Raises CheckpointError naming the tensor.
+    """
+    _quantise(network, tensors, folder)
+    wanted = dict(tree_flatten(network.parameters()))
+    _same_names(wanted.keys(), tensors.keys(), folder)
+    for name, value in tensors.items():
+        if value.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{folder.path}: {name} has the shape {list(value.shape)} and its config asks for "
+                f"{list(wanted[name].shape)}; fetch the checkpoint again"
+            )
+    network.load_weights(list(tensors.items()))
+    _sound(tensors, folder)
+    network.eval()
+
+
+def _quantise(network: nn.Module, tensors: dict[str, mx.array], folder: Folder) -> None:
+    settings = folder.config.get("quantization") or folder.config.get("quantization_config") or {}
+
+    def chosen(name: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{name}.scales" not in tensors or not hasattr(module, "to_quantized"):
+            return False
+        return settings.get(name) or {k: settings[k] for k in ("group_size", "bits", "mode") if k in settings}
+
+    nn.quantize(network, class_predicate=chosen)
+
+
+def _same_names(wanted: Iterable[str], given: Iterable[str], folder: Folder) -> None:
+    for names, what in ((set(wanted) - set(given), "lacks"), (set(given) - set(wanted), "has the unknown tensor")):
+        if names:
+            some = ", ".join(sorted(names)[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+            raise CheckpointError(f"{folder.path} {what} {some}; is it whole, and of the layout that its config names?")
+
+
+def _sound(tensors: dict[str, mx.array], folder: Folder) -> None:
+    """Raise CheckpointError for weights that cannot draft: NaN, infinite, or a matrix of zeros."""
+    floating = {name: x for name, x in tensors.items() if mx.issubdtype(x.dtype, mx.floating)}
+    for name, x in floating.items():
+        largest = mx.abs(x.astype(mx.float32)).max()
+        if not mx.isfinite(largest).item():
+            raise CheckpointError(f"{folder.path}: {name} holds NaN or infinite values; fetch the checkpoint again")
+        if largest.item() == 0 and x.ndim > 1 and not name.endswith(".biases"):
+            raise CheckpointError(f"{folder.path}: {name} is all zero: the head was never trained; leave it out")
