@@ -54,6 +54,12 @@ class ModelOptions:
     ngram_n_match: int
     ngram_n_min: int
     ngram_n_max: int
+    suffix_max_tree_depth: int
+    suffix_max_cached_requests: int
+    suffix_max_spec_factor: float
+    suffix_max_spec_offset: float
+    suffix_min_token_prob: float
+    suffix_cache: Path | None
     lookup_cache_static: Path | None
     lookup_cache_dynamic: Path | None
     max_kv_size: int | None
@@ -128,8 +134,14 @@ _MODEL_OPTIONS = [
     click.option("--ngram-n-match", default=24, show_default=True, help="ngram_mod: length of the pattern."),
     click.option("--ngram-n-min", default=48, show_default=True, help="ngram_mod: shortest draft."),
     click.option("--ngram-n-max", default=64, show_default=True, help="ngram_mod: longest draft."),
+    click.option("--suffix-max-tree-depth", default=24, show_default=True, help="suffix: longest match and draft."),
+    click.option("--suffix-max-cached-requests", default=10_000, show_default=True, help="suffix: outputs remembered."),
+    click.option("--suffix-max-spec-factor", default=1.0, show_default=True, help="suffix: draft by length of match."),
+    click.option("--suffix-max-spec-offset", default=0.0, show_default=True, help="suffix: and so many more."),
+    click.option("--suffix-min-token-prob", default=0.1, show_default=True, help="suffix: end drafts below this."),
+    click.option("--suffix-cache", type=click.Path(path_type=Path), help="suffix: a file that keeps earlier outputs."),
     click.option("--lookup-cache-static", type=click.Path(path_type=Path), help="ngram_cache: a lookup file."),
-    click.option("--lookup-cache-dynamic", type=click.Path(path_type=Path), help="ngram_cache: one of earlier texts."),
+    click.option("--lookup-cache-dynamic", type=click.Path(path_type=Path), help="ngram_cache: one that is kept."),
     click.option("--max-kv-size", type=int, help="Remember only so many tokens (the first 4 always)."),
     click.option("--kv-bits", type=int, help="Quantise the key-value cache to so many bits."),
     click.option("--kv-group-size", default=64, show_default=True, help="Group size of the quantised cache."),

@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -85,6 +84,7 @@ class SpecDecoder:
             raise OptionError("the drafter draft_model takes a model; give one (draft_model, --draft-model)")
         self.target = Target(model, cache, rewinds=bool(makers))
         self._draft_target: Target | None = None
+        self._makers: list[Callable[[], Drafter]] = []
         try:
             if draft_model is not None:
                 self._draft_target = Target(draft_model)
@@ -99,14 +99,18 @@ class SpecDecoder:
         if isinstance(make, str):
             assert self._draft_target is not None
             return partial(DraftModel, self._draft_target, self.target.vocab)
-        return make if callable(make) else make.pair(self.target)
+        return make.pair(self.target) if hasattr(make, "pair") else make
 
     def close(self) -> None:
-        """Stop the streams that run, before their next round, and leave the models as they were."""
-        self._closed = True
+        """Stop the streams that run, before their next round, leave the models as they were, and keep the drafters'
+        memories where files were named for them. Raises CheckpointError when one cannot be written."""
+        closed, self._closed = self._closed, True
         self.target.close()
         if self._draft_target is not None:
             self._draft_target.close()
+        for make in () if closed else self._makers:
+            if hasattr(make, "keep"):
+                make.keep()
 
     def __enter__(self) -> "SpecDecoder":
         return self
@@ -148,7 +152,7 @@ class SpecDecoder:
         text = TextStream(self.tokenizer, () if stop is None else stop)
         ends = stop_tokens(self.tokenizer, extra_eos_tokens)
         stats = Stats(",".join(d.name for d in drafters) or None)
-        return self._responses(emitting, chain, len(ids), limit, text, ends, stats, cancel)
+        return self._responses(emitting, chain, ids, limit, text, ends, stats, cancel)
 
     def _check(self, ids: list[int], params: SamplingParams, max_tokens: int, num_draft_tokens: object) -> None:
         vocab, context = self.target.vocab, self.target.context
@@ -180,7 +184,7 @@ class SpecDecoder:
         self,
         emitting: Iterator[Round],
         chain: Chain,
-        prompt_tokens: int,
+        prompt: list[int],
         limit: int,
         text: TextStream,
         ends: frozenset[int],
@@ -190,38 +194,44 @@ class SpecDecoder:
         """Cut the rounds where the output ends, and give each token its text and figures."""
         finish: str | None = None
         began = first = time.perf_counter()
-        with wired_memory(), closing(chain):
-            while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
-                give_up_streams_at_thread_end()
-                emitted = next(emitting)
-                stats.add(emitted)
-                if stats.rounds % 256 == 0:
-                    mx.clear_cache()  # buffers of sizes that a growing sequence never asks for again
-                if stats.tokens == 0:
-                    first = time.perf_counter()
-                for place, token in enumerate(emitted.tokens):
-                    from_draft = place < emitted.accepted
-                    stats.emit(emitted.drafter if from_draft else None)
-                    ended = token in ends
-                    piece = "" if ended else text.add(token)
-                    if ended or text.stopped or stats.tokens == limit:
-                        piece += text.finish()  # which may complete a stop string
-                        finish = "stop" if ended or text.stopped else "length"
-                    yield GenerationResponse(
-                        text=piece,
-                        token=token,
-                        logprobs=emitted.logprobs[place],
-                        from_draft=from_draft,
-                        prompt_tokens=prompt_tokens,
-                        prompt_tps=prompt_tokens / (first - began),
-                        generation_tokens=stats.tokens,
-                        generation_tps=stats.tokens / (time.perf_counter() - first),
-                        peak_memory=mx.get_peak_memory() / 1e9,
-                        finish_reason=finish,
-                        stats=stats.copy(),
-                    )
-                    if finish:
-                        return
+        prompt_tokens, unseen = len(prompt), prompt[-1:]  # certain tokens that the drafters have not observed
+        try:
+            with wired_memory():
+                while stats.tokens < limit and not self._closed and not (cancel and cancel.is_set()):
+                    give_up_streams_at_thread_end()
+                    emitted = next(emitting)
+                    stats.add(emitted)
+                    if stats.rounds % 256 == 0:
+                        mx.clear_cache()  # buffers of sizes that a growing sequence never asks for again
+                    if stats.tokens == 0:
+                        first = time.perf_counter()
+                    del unseen[:-1]
+                    for place, token in enumerate(emitted.tokens):
+                        from_draft = place < emitted.accepted
+                        stats.emit(emitted.drafter if from_draft else None)
+                        unseen.append(token)
+                        ended = token in ends
+                        piece = "" if ended else text.add(token)
+                        if ended or text.stopped or stats.tokens == limit:
+                            piece += text.finish()  # which may complete a stop string
+                            finish = "stop" if ended or text.stopped else "length"
+                        yield GenerationResponse(
+                            text=piece,
+                            token=token,
+                            logprobs=emitted.logprobs[place],
+                            from_draft=from_draft,
+                            prompt_tokens=prompt_tokens,
+                            prompt_tps=prompt_tokens / (first - began),
+                            generation_tokens=stats.tokens,
+                            generation_tps=stats.tokens / (time.perf_counter() - first),
+                            peak_memory=mx.get_peak_memory() / 1e9,
+                            finish_reason=finish,
+                            stats=stats.copy(),
+                        )
+                        if finish:
+                            return
+        finally:
+            chain.close(unseen)
 
 
 def _makers(drafter: str | Maker | Sequence[Maker] | None) -> list[Maker]:

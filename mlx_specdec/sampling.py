@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from random import Random
 
 import mlx.core as mx
-import numpy as np
 
 from .errors import OptionError
+from .history import History
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 COLD = 1e-6  # a temperature below this is 0: its inverse would not be a float32
@@ -119,8 +119,7 @@ class Sampler:
             ),
             *processors,
         ]
-        self.offset = 0
-        self._history = np.zeros(256, dtype=np.int32)
+        self._history = History(len(prompt) + 256)
         self.advance(prompt[:-1])
         words = Random(secrets.token_hex() if params.seed is None else str(params.seed))  # of an int it drops the sign
         self._streams = [(words.getrandbits(32), words.getrandbits(32)) for _ in range(3)]
@@ -134,13 +133,14 @@ class Sampler:
         """Whether drafts stand by matching the target's picks, and not by their probabilities."""
         return self.greedy or self.choose is not None or self.params.rule == "coupled"
 
+    @property
+    def offset(self) -> int:
+        """How many tokens are in the target's cache."""
+        return len(self._history)
+
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens are in the cache now."""
-        end = self.offset + len(tokens)
-        if end > len(self._history):
-            self._history = np.concatenate([self._history, np.zeros(end, dtype=np.int32)])
-        self._history[self.offset : end] = tokens
-        self.offset = end
+        self._history.extend(tokens)
 
     def logprobs(self, logits: mx.array, fed: mx.array, start: int = 0) -> mx.array:
         """Log-probabilities float32 [n, vocab] after processors, of logits [n, vocab] that follow fed[: start + i + 1].
@@ -148,7 +148,7 @@ class Sampler:
         `fed` int32 [start + n] are the tokens after the history: `last`, then drafted ones.
         """
         if self.processors:
-            tokens = mx.concatenate([mx.array(self._history[: self.offset]), fed.astype(mx.int32)])
+            tokens = mx.concatenate([mx.array(self._history.tokens), fed.astype(mx.int32)])
             before = self.offset + start + 1
             rows = [self._process(logits[i : i + 1], tokens[: before + i]) for i in range(logits.shape[0])]
             logits = mx.concatenate(rows)

@@ -16,11 +16,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specdec import acceptance
+from mlx_specdec import acceptance, draft_length
 from mlx_specdec.drafters.base import Draft, Drafter
+from mlx_specdec.drafters.chain import Chain
 from mlx_specdec.drafters.draft_model import DraftModel
+from mlx_specdec.drafters.ngram_cache import NgramCache
+from mlx_specdec.drafters.ngram_map import NgramMap
+from mlx_specdec.drafters.ngram_mod import NgramMod, Table
 from mlx_specdec.drafters.ngram_simple import NgramSimple
+from mlx_specdec.drafters.suffix import Suffix
 from mlx_specdec.features import FeatureRequest, Features
+from mlx_specdec.rounds import rounds
 from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import Target
 from tests import zoo
@@ -136,17 +142,23 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "bigram": lambda _: Bigram(),
     "fixed": Fixed,
     "ngram_simple": lambda _: NgramSimple(1, 3),
+    "ngram_map": lambda _: NgramMap(1, 3),
+    "ngram_mod": lambda _: NgramMod(2, 0, 3, Table()),
+    "ngram_cache": lambda _: NgramCache(3),
+    "suffix": lambda _: Suffix(),  # which remembers the runs before
 }
+CHAINS = {"chain": ("suffix", "bigram"), "chain of three": ("ngram_simple", "ngram_cache", "draft model")}
 
 
-def counts(rule: str, sampling: str, drafter: Drafter, runs: int) -> Counter[tuple[int, ...]]:
+def counts(rule: str, sampling: str, drafters: Sequence[Drafter], runs: int) -> Counter[tuple[int, ...]]:
     """Of the first three tokens of an output that would go on, so that whole drafts stand too."""
     seen: Counter[tuple[int, ...]] = Counter()
+    chain = Chain(drafters, draft_length.Fixed(max(drafter.max_draft for drafter in drafters)))
     for seed in range(runs):
         params = SamplingParams(**SAMPLING[sampling], acceptance=rule, seed=seed)
         ids: list[int] = []
         chooser, sequence = Sampler(params, PROMPT), target().sequence()
-        for this in drafted_rounds(sequence, PROMPT, chooser, LENGTH + 3, drafter, drafter.max_draft):
+        for this in rounds(sequence, PROMPT, chooser, LENGTH + 3, chain):
             ids += this.tokens
             if len(ids) >= LENGTH:
                 break
@@ -167,12 +179,19 @@ CASES = [
     ("block", "everything", "bigram"),
     ("coupled", "plain", "ngram_simple"),
     ("coupled", "everything", "bigram"),
+    ("token", "top_k", "ngram_map"),
+    ("block", "penalties", "ngram_mod"),
+    ("token", "everything", "ngram_cache"),
+    ("block", "plain", "suffix"),
+    ("token", "penalties", "chain"),
+    ("block", "top_p", "chain of three"),
 ]
 
 
 @pytest.mark.parametrize(("rule", "sampling", "drafter"), CASES)
 def test_the_law_is_the_targets(rule: str, sampling: str, drafter: str):
-    seen = counts(rule, sampling, DRAFTERS[drafter](sampling), RUNS)
+    drafters = [DRAFTERS[name](sampling) for name in CHAINS.get(drafter, (drafter,))]
+    seen = counts(rule, sampling, drafters, RUNS)
     assert misfit(seen, true_law(sampling)) < 1
 
 
@@ -205,8 +224,7 @@ class Unprocessed(Bigram):
     """Draws without penalties and filters and reports a distribution with them."""
 
     def draw(self, sampler: Sampler, logits: mx.array, fed: mx.array) -> tuple[mx.array, mx.array]:
-        bare = Sampler(SamplingParams(temperature=1.0, seed=sampler.params.seed), PROMPT)
-        bare.offset = sampler.offset
+        bare = Sampler(SamplingParams(temperature=1.0, seed=sampler.params.seed), [0] * (sampler.offset + 1))
         return bare.draft(logits, fed)[0], sampler.draft(logits, fed)[1]
 
 
@@ -268,7 +286,7 @@ def test_a_broken_decoder_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
     law = true_law(sampling)
     if patch:
         monkeypatch.setattr(*patch)
-    assert misfit(counts(rule, sampling, drafter(sampling), FEW), law) > 1
+    assert misfit(counts(rule, sampling, [drafter(sampling)], FEW), law) > 1
 
 
 # --- the same text, and what a perfect drafter gets
@@ -296,6 +314,6 @@ def test_coupled_ids_are_plain_decodings(seed: int):
 def test_a_draft_model_with_the_targets_weights_is_believed(rule: str, temperature: float):
     params = SamplingParams(temperature=temperature, acceptance=rule, seed=0)
     twin = DraftModel(Target(zoo.build("llama", **TINY)), VOCAB)
-    rounds = drafted_rounds(target().sequence(), PROMPT, Sampler(params, PROMPT), 200, twin, 4)
-    accepted, proposed = map(sum, zip(*((this.accepted, this.drafted) for this in rounds), strict=True))
+    emitting = drafted_rounds(target().sequence(), PROMPT, Sampler(params, PROMPT), 200, twin, 4)
+    accepted, proposed = map(sum, zip(*((this.accepted, this.drafted) for this in emitting), strict=True))
     assert accepted >= 0.98 * proposed

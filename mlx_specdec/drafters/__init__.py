@@ -8,11 +8,12 @@ from typing import Literal
 
 from ..errors import OptionError
 from .base import Drafter, DrafterModel
-from .ngram_cache import Lookup, NgramCache
+from .ngram_cache import Lookups
 from .ngram_map import NgramMap
 from .ngram_mod import NgramMod, Table
 from .ngram_simple import NgramSimple
-from .suffix import Suffix, SuffixMemory
+from .suffix import Suffixes, SuffixMemory
+from .suffix_tree import Rule
 
 TEXT_DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix")
 NAMES = (*TEXT_DRAFTERS, "draft_model")
@@ -23,7 +24,8 @@ Maker = Callable[[], Drafter] | DrafterModel | Literal["draft_model"]
 
 @dataclass
 class DrafterOptions:
-    """Options of the drafters that draft from text; llama.cpp's names and defaults where it has them."""
+    """Options of the drafters that draft from text; llama.cpp's names and defaults where it has them, for suffix
+    vLLM's. The files of `suffix_cache` and `lookup_cache_dynamic` are read, and written when the decoder is closed."""
 
     ngram_n: int = 12
     ngram_m: int = 48
@@ -32,6 +34,12 @@ class DrafterOptions:
     ngram_n_match: int = 24
     ngram_n_min: int = 48
     ngram_n_max: int = 64
+    suffix_max_tree_depth: int = 24
+    suffix_max_cached_requests: int = 10_000
+    suffix_max_spec_factor: float = 1.0
+    suffix_max_spec_offset: float = 0.0
+    suffix_min_token_prob: float = 0.1
+    suffix_cache: Path | None = None
     lookup_cache_static: Path | None = None
     lookup_cache_dynamic: Path | None = None
 
@@ -69,7 +77,9 @@ def _maker(name: str, options: DrafterOptions) -> Maker:
     if name == "ngram_mod":
         return partial(NgramMod, options.ngram_n_match, options.ngram_n_min, options.ngram_n_max, Table())
     if name == "ngram_cache":
-        files = (options.lookup_cache_static, options.lookup_cache_dynamic)
-        static, dynamic = (Lookup.load(path) if path else None for path in files)
-        return partial(NgramCache, static=static, dynamic=dynamic)
-    return partial(Suffix, SuffixMemory())
+        return Lookups(options.lookup_cache_static, options.lookup_cache_dynamic)
+    memory = SuffixMemory(
+        max_tree_depth=options.suffix_max_tree_depth, max_cached_requests=options.suffix_max_cached_requests
+    )
+    rule = Rule(options.suffix_max_spec_factor, options.suffix_max_spec_offset, options.suffix_min_token_prob)
+    return Suffixes(memory, rule, options.suffix_cache)

@@ -76,3 +76,13 @@ class DrafterModel(Protocol):
     def pair(self, target: "Target") -> Callable[[], Drafter]:
         """What makes its drafters for sequences of `target`. Raises PairingError, naming what was compared, when it
         was made for another."""
+
+
+class Remembering(Protocol):
+    """What makes drafters that share a memory of earlier sequences."""
+
+    def __call__(self) -> Drafter:
+        """A drafter for a sequence."""
+
+    def keep(self) -> None:
+        """Write the memory to where the user wants it kept, if anywhere. Raises CheckpointError."""

@@ -59,9 +59,11 @@ class Chain:
         draft = drafter.propose(last, limit, sampler) if limit > 0 else NOTHING
         return draft.head(self.length.cut(drafter, draft)) if len(draft.tokens) else NOTHING
 
-    def close(self) -> None:
-        """The sequence is over."""
+    def close(self, unseen: Sequence[int]) -> None:
+        """The sequence is over, after tokens that nobody observed; those who keep what they saw see them now."""
         for drafter in self.drafters:
+            if drafter.free:
+                drafter.observe(unseen, None)
             drafter.close()
 
     def settle(self, drafted: int, accepted: int) -> None:

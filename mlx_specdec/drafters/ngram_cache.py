@@ -1,20 +1,24 @@
 """Prompt lookup that counts what followed the newest 4, 3, 2 and 1 tokens (llama.cpp's `ngram-cache`)."""
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from struct import Struct
-from uuid import uuid4
+from threading import Lock
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, PairingError
 from ..features import FeatureRequest, Features
+from ..files import replacing
+from ..history import History
 from ..sampling import Sampler
 from .base import NOTHING, Draft
-from .history import History
+
+if TYPE_CHECKING:
+    from ..target.model import Target
 
 LONGEST = 4  # tokens of an n-gram
 STATIC = 2  # tokens of an n-gram in a static lookup
@@ -55,6 +59,7 @@ class Lookup:
     """
 
     def __init__(self) -> None:
+        self._lock = Lock()
         # By the n-gram as in the file, without the -1. Most were seen once: for these the one token is all there is.
         self._known: dict[bytes, Followers | int] = {}
 
@@ -73,10 +78,20 @@ class Lookup:
                 self._add(packed[4 * (i - n) : 4 * i], tokens[i], 1)
 
     def merge(self, other: "Lookup") -> None:
-        """The other's counts are added to these."""
-        for ngram, followers in other:
-            for token, count in followers.counts.items():
-                self._add(ngram, token, count)
+        """The other's counts are added to these; any thread may, while others read."""
+        with self._lock:
+            for ngram, followers in list(other):
+                for token, count in followers.counts.items():
+                    self._add(ngram, token, count)
+
+    def check(self, vocab: int, path: str | Path) -> None:
+        """Raise PairingError if the lookup, which is of `path`, drafts a token beyond a target's `vocab` logits."""
+        largest = max((token for _, followers in self for token in followers.counts), default=0)
+        if largest >= vocab:
+            raise PairingError(
+                f"the lookup file {path} was made for another model: it has token {largest}, and the target has "
+                f"{vocab} tokens; make one with the target's tokenizer"
+            )
 
     def __iter__(self) -> Iterator[tuple[bytes, Followers]]:
         for ngram, followers in self._known.items():
@@ -91,44 +106,24 @@ class Lookup:
             followers.add(token, count)
 
     @classmethod
-    def load(cls, path: str | Path, vocab_size: int | None = None) -> "Lookup":
-        """Raises CheckpointError for a file that is not there, not whole, or of a larger vocabulary than the target's.
-
-        A token that the target does not have must never be drafted: nothing behind this looks.
-        """
+    def load(cls, path: str | Path) -> "Lookup":
+        """Raises CheckpointError for a file that is not there or not whole."""
         try:
             data = Path(path).read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot read the lookup file {path} ({error.strerror}); check the path") from error
         lookup = cls()
         for ngram, token, count in _records(data, path):
-            if vocab_size is not None and token >= vocab_size:
-                raise CheckpointError(
-                    f"the lookup file {path} was made for another model: it has token {token}, and the target has "
-                    f"{vocab_size} tokens; make one with the target's tokenizer"
-                )
             lookup._add(ngram, token, count)
         return lookup
 
     def save(self, path: str | Path) -> None:
         """Replaces the file in one step: whoever reads it, even after a crash, sees the old or the new one whole."""
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            with unfinished.open("xb") as file:
-                for ngram, followers in sorted(self, key=lambda entry: entry[0]):
-                    counts = [(token, min(count, INT32_MOST)) for token, count in sorted(followers.counts.items())]
-                    file.write(ngram.ljust(4 * LONGEST, b"\xff"))
-                    file.write(pack([len(counts), *chain.from_iterable(counts)]))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write the lookup file {path} ({error.strerror}); choose a folder that can be written to"
-            ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with self._lock, replacing(Path(path), "lookup file") as file:
+            for ngram, followers in sorted(self, key=lambda entry: entry[0]):
+                counts = [(token, min(count, INT32_MOST)) for token, count in sorted(followers.counts.items())]
+                file.write(ngram.ljust(4 * LONGEST, b"\xff"))
+                file.write(pack([len(counts), *chain.from_iterable(counts)]))
 
 
 def _in_full(followers: Followers | int) -> Followers:
@@ -168,9 +163,9 @@ def _records(data: bytes, path: str | Path) -> Iterator[tuple[bytes, int, int]]:
 class NgramCache:
     """Drafts token by token what mostly followed the newest ones here, else in earlier sequences, else anywhere.
 
-    `dynamic` holds earlier sequences and `static` a corpus, as 2-grams; both are only read, so that sequences may share
-    them. What this one counts is in `context`: `dynamic.merge(drafter.context)` keeps it. Thresholds are llama.cpp's.
-    Of equals the lowest token is drafted, where llama.cpp leaves it to chance.
+    `dynamic` holds earlier sequences and `static` a corpus, as 2-grams; sequences may share them. What this one counts
+    is in `context`, which goes to `dynamic` when the sequence is over if it `keeps`. Thresholds are llama.cpp's. Of
+    equals the lowest token is drafted, where llama.cpp leaves it to chance.
 
     What llama.cpp does otherwise, and `compat=True` repeats:
 
@@ -183,11 +178,17 @@ class NgramCache:
     free = True
 
     def __init__(
-        self, n_draft: int = 8, static: Lookup | None = None, dynamic: Lookup | None = None, compat: bool = False
+        self,
+        n_draft: int = 8,
+        static: Lookup | None = None,
+        dynamic: Lookup | None = None,
+        *,
+        keeps: bool = False,
+        compat: bool = False,
     ):
         if n_draft not in range(1, 1025):
             raise OptionError(f"ngram_n_draft is {n_draft}; choose a whole number from 1 to 1024")
-        self.n_draft, self.compat = n_draft, compat
+        self.n_draft, self.keeps, self.compat = n_draft, keeps, compat
         self.max_draft = n_draft
         self.static = Lookup() if static is None else static
         self.dynamic = Lookup() if dynamic is None else dynamic
@@ -224,7 +225,9 @@ class NgramCache:
         pass
 
     def close(self) -> None:
-        pass
+        if self.keeps:
+            self.dynamic.merge(self.context)
+            self._forget()
 
     def _learn(self, last: int) -> None:
         """All observed tokens and `last`, which is as certain as they are."""
@@ -250,6 +253,32 @@ class NgramCache:
         if static is not None and passes(static.most, static.total, LAX[STATIC - 1]):
             return static.best
         return None
+
+
+class Lookups:
+    """Makes ngram_cache drafters with lookup files: a static one, and one of earlier sequences, which can be kept."""
+
+    name = NgramCache.name
+
+    def __init__(self, static: Path | None, dynamic: Path | None):
+        """Raises CheckpointError for a file that is not whole, or a static one that is not there; a dynamic one that is
+        not there yet is empty."""
+        self._paths = (static, dynamic)
+        self._static = Lookup.load(static) if static else Lookup()
+        self._dynamic = Lookup.load(dynamic) if dynamic and dynamic.exists() else Lookup()
+
+    def pair(self, target: "Target") -> "Lookups":
+        for lookup, path in zip((self._static, self._dynamic), self._paths, strict=True):
+            if path is not None:
+                lookup.check(target.vocab, path)
+        return self
+
+    def __call__(self) -> NgramCache:
+        return NgramCache(static=self._static, dynamic=self._dynamic, keeps=self._paths[1] is not None)
+
+    def keep(self) -> None:
+        if self._paths[1] is not None:
+            self._dynamic.save(self._paths[1])
 
 
 def choose(followers: Followers, static: Followers | None) -> tuple[int, int]:

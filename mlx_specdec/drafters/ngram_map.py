@@ -14,9 +14,10 @@ import numpy as np
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
+from ..history import History
 from ..sampling import Sampler
 from .base import NOTHING, Draft
-from .history import History, hashes, occurrences
+from .ngrams import hashes, occurrences
 
 VALUES = 4  # of one key that are counted
 RECENT = 32  # occurrences that one look at a key takes in, so that none takes long

@@ -8,9 +8,10 @@ import numpy as np
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
+from ..history import History
 from ..sampling import Sampler
 from .base import NOTHING, Draft
-from .history import History, hashes
+from .ngrams import hashes
 
 MULTIPLIER = np.uint64(6364136223846793005)
 LAG = 32  # how far what is learnt may stay behind, so that tokens are learnt several at a time

@@ -8,9 +8,10 @@ import numpy as np
 
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
+from ..history import History
 from ..sampling import Sampler
 from .base import NOTHING, Draft
-from .history import History, occurrences
+from .ngrams import occurrences
 
 
 class NgramSimple:

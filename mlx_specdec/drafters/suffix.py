@@ -1,20 +1,19 @@
 """Suffix decoding (arXiv 2411.04975): what most often followed the end of the text so far, in this request and in
 earlier outputs."""
 
-import os
 import threading
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from uuid import uuid4
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import CheckpointError, OptionError
 from ..features import FeatureRequest, Features
+from ..files import replacing
 from ..sampling import Sampler
 from .base import NOTHING, Draft
 from .suffix_tree import Guess, Rule, SuffixTree
@@ -89,23 +88,11 @@ class SuffixMemory:
 
     def save(self, path: str | Path) -> None:
         """Write the outputs to a file, which is replaced in one step. Raises CheckpointError where that cannot be."""
-        path = Path(path)
         with self._lock:
             sizes, tokens = list(self._sizes), self._tree.text[self._gone :]
         body = np.array([len(sizes), *sizes, *tokens], "<i4").tobytes()
-        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            with unfinished.open("xb") as file:
-                file.write(MAGIC + zlib.crc32(body).to_bytes(4, "little") + body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write the suffix memory {path} ({error.strerror}); choose a folder that can be written to"
-            ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(Path(path), "suffix memory") as file:
+            file.write(MAGIC + zlib.crc32(body).to_bytes(4, "little") + body)
 
     def load(self, path: str | Path) -> None:
         """Add the outputs of a saved file, oldest first; it takes 10 to 20 microseconds a token.
@@ -187,3 +174,22 @@ class Suffix:
     def _forget(self, prompt: int) -> None:
         self._tree = SuffixTree(self.memory.max_tree_depth)
         self._prompt = prompt  # its length: what is observed after it is output
+
+
+class Suffixes:
+    """Makes suffix drafters that share `memory`, which begins with what `path` holds and can be kept there."""
+
+    def __init__(self, memory: SuffixMemory, rule: Rule, path: Path | None = None):
+        """Raises OptionError for a rule that allows no draft, CheckpointError for a file that is not whole; one that is
+        not there yet is an empty memory."""
+        rule.check(memory.max_tree_depth)
+        self._memory, self._rule, self._path = memory, rule, path
+        if path is not None and path.exists():
+            memory.load(path)
+
+    def __call__(self) -> Suffix:
+        return Suffix(self._memory, **self._rule._asdict())
+
+    def keep(self) -> None:
+        if self._path is not None:
+            self._memory.save(self._path)

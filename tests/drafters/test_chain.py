@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
+from mlx_specdec import SpecDecoder
 from mlx_specdec.draft_length import Auto, Fixed, Outcome
 from mlx_specdec.drafters import DrafterOptions, by_name
 from mlx_specdec.drafters.base import NOTHING, Draft
 from mlx_specdec.drafters.chain import Chain
-from mlx_specdec.errors import CheckpointError, OptionError
+from mlx_specdec.drafters.ngram_cache import Lookup
+from mlx_specdec.drafters.suffix import SuffixMemory
+from mlx_specdec.errors import CheckpointError, OptionError, PairingError
 from mlx_specdec.features import FeatureRequest, Features
 from mlx_specdec.sampling import Sampler, SamplingParams
+from tests import zoo
 
 ANY = Sampler(SamplingParams(), [0])
 
@@ -52,11 +56,11 @@ def test_the_first_with_something_to_say_drafts() -> None:
     assert chain.propose(9, 5, ANY).tokens.tolist() == [1, 2]
     assert chain.winner is first
     chain.settle(2, 1)
-    chain.close()
-    begun = [("start", [7]), ("observe", [7, 8])]
-    assert silent.heard == [*begun, ("propose", 2), "close"]
-    assert first.heard == [*begun, ("propose", 2), ("settle", 2, 1), "close"]
-    assert second.heard == [*begun, "close"]
+    chain.close([9, 1, 5])
+    begun, over = [("start", [7]), ("observe", [7, 8])], [("observe", [9, 1, 5]), "close"]
+    assert silent.heard == [*begun, ("propose", 2), *over]
+    assert first.heard == [*begun, ("propose", 2), ("settle", 2, 1), *over]
+    assert second.heard == [*begun, *over]
 
 
 def test_nobody_says_anything() -> None:
@@ -121,3 +125,33 @@ def test_what_cannot_be_is_refused_in_one_sentence(names: str, options: dict[str
 def test_a_lookup_file_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing\.bin"):
         by_name("ngram_cache", DrafterOptions(lookup_cache_static=tmp_path / "nothing.bin"))
+
+
+def test_a_memory_is_kept_in_its_file(tmp_path) -> None:
+    """What one decoder saw drafts for the next one: the whole output, its last round included."""
+    model, tokenizer = zoo.build("llama", vocab=300), zoo.tokenizer()
+    prompt = [(7 * i * i + 3 * i + 5) % 290 for i in range(12)]
+    for names, options in (
+        ("suffix", {"suffix_cache": tmp_path / "memory"}),
+        ("ngram_cache", {"lookup_cache_dynamic": tmp_path / "lookup"}),
+    ):
+        accepted, ids = [], []
+        for _ in range(3):
+            with SpecDecoder(model, tokenizer, by_name(names, DrafterOptions(**options))) as decoder:
+                responses = list(decoder.stream(prompt, max_tokens=40, num_draft_tokens=8))
+            accepted.append(responses[-1].stats.accepted)
+            ids.append([r.token for r in responses])
+        assert ids[0] == ids[1] == ids[2]
+        assert accepted[2] > accepted[0], names
+    memory = SuffixMemory()
+    memory.load(tmp_path / "memory")
+    assert list(memory._tree.text[-40:]) == ids[0]
+
+
+def test_a_lookup_file_of_another_vocabulary_is_refused(tmp_path) -> None:
+    lookup = Lookup()
+    lookup.learn([1, 2, 900], 3)
+    lookup.save(tmp_path / "lookup")
+    drafter = by_name("ngram_cache", DrafterOptions(lookup_cache_static=tmp_path / "lookup"))
+    with pytest.raises(PairingError, match="it has token 900, and the target has 300 tokens"):
+        SpecDecoder(zoo.build("llama", vocab=300), zoo.tokenizer(), drafter)

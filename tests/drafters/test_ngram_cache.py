@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from mlx_specdec.drafters.ngram_cache import Followers, Lookup, NgramCache, choose
-from mlx_specdec.errors import CheckpointError, OptionError
+from mlx_specdec.errors import CheckpointError, OptionError, PairingError
 
 from .replay import PLENTY, golden, growth, propose, started, text
 
@@ -260,9 +260,10 @@ def test_damaged_files(tmp_path: Path, damaged: bytes, said: str):
 def test_a_file_of_another_vocabulary(tmp_path: Path):
     path = tmp_path / "lookup"
     path.write_bytes(record([9, 2], (3, 1), (4, 2)))
-    assert len(Lookup.load(path, vocab_size=5)) == 1
-    with pytest.raises(CheckpointError, match=f"{path} was made for another model: it has token 4,"):
-        Lookup.load(path, vocab_size=4)
+    lookup = Lookup.load(path)
+    lookup.check(5, path)
+    with pytest.raises(PairingError, match=f"{path} was made for another model: it has token 4,"):
+        lookup.check(4, path)
 
 
 def test_files_that_cannot_be(tmp_path: Path):

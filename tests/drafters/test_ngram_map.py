@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from mlx_specdec.drafters.history import hashes
 from mlx_specdec.drafters.ngram_map import NARROW, RECENT, SLOTS, NgramMap
+from mlx_specdec.drafters.ngrams import hashes
 from mlx_specdec.errors import OptionError
 
 from .replay import PLENTY, golden, growth, propose, replay, started, text

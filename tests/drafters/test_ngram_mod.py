@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from mlx_specdec.drafters.history import hashes
 from mlx_specdec.drafters.ngram_mod import MULTIPLIER, NgramMod, Table
+from mlx_specdec.drafters.ngrams import hashes
 from mlx_specdec.errors import OptionError
 
 from .replay import PLENTY, golden, growth, propose, replay, started

@@ -380,7 +380,7 @@ def test_a_failed_save_leaves_the_old_file(put: str, tmp_path: Path, monkeypatch
     memory.save(path)
     old = path.read_bytes()
     memory.add([1, 2])
-    monkeypatch.setattr(f"mlx_specdec.drafters.suffix.os.{put}", fail)
+    monkeypatch.setattr(f"mlx_specdec.files.os.{put}", fail)
     with pytest.raises(CheckpointError, match="No space left"):
         memory.save(path)
     assert path.read_bytes() == old

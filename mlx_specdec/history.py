@@ -1,4 +1,4 @@
-"""The tokens of a sequence so far, and the hashes of the n-grams in them."""
+"""The tokens of a sequence so far."""
 
 from collections.abc import Sequence
 
@@ -30,21 +30,3 @@ class History:
     def ending(self, n: int, last: int) -> np.ndarray:
         """The newest n tokens, int32 [n], where `last` follows what is held; n - 1 tokens must be."""
         return np.append(self._held[self._length - (n - 1) : self._length], np.int32(last))
-
-
-def occurrences(tokens: np.ndarray, pattern: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """The places from `start` to before `stop`, ascending, where the whole pattern begins."""
-    places = np.arange(start, stop)
-    for offset in range(len(pattern) - 1, -1, -1):
-        places = places[tokens[places + offset] == pattern[offset]]
-    return places
-
-
-def hashes(tokens: np.ndarray, n: int, multiplier: np.unsignedinteger) -> np.ndarray:
-    """For every n tokens in a row h = h * multiplier + token over them, from 0, in the multiplier's width; [count]."""
-    if len(tokens) < n:
-        return np.zeros(0, dtype=multiplier.dtype)
-    powers = np.full(n, multiplier)
-    powers[0] = 1
-    powers = np.multiply.accumulate(powers, dtype=multiplier.dtype)[::-1]
-    return np.correlate(tokens.astype(multiplier.dtype), powers)
