@@ -102,8 +102,9 @@ def generate(
     return show(responses, partial(print, end="", flush=True)) if verbose else "".join(r.text for r in responses)
 
 
-def show(responses: "Iterator[GenerationResponse]", write: Callable[[str], object]) -> str:
-    """Write the text of `responses` as it comes, then mlx-lm's three lines of figures and a fourth; returns it."""
+def show(responses: "Iterator[GenerationResponse]", write: Callable[[str], object], *, stats: bool = False) -> str:
+    """Write the text of `responses` as it comes, then mlx-lm's three lines of figures and a fourth, with `stats` all
+    that was counted; returns the text."""
     write("=" * 10 + "\n")
     text, last = "", None
     for last in responses:
@@ -111,6 +112,8 @@ def show(responses: "Iterator[GenerationResponse]", write: Callable[[str], objec
         text += last.text
     write("\n" + "=" * 10 + "\n")
     write((figures(last) if last else "No text generated for this prompt") + "\n")
+    if stats and last:
+        write(last.stats.block() + "\n")
     return text
 
 

@@ -215,6 +215,7 @@ class SpecDecoder:
                         if ended or text.stopped or stats.tokens == limit:
                             piece += text.finish()  # which may complete a stop string
                             finish = "stop" if ended or text.stopped else "length"
+                            stats.draft_length = chain.length.state()
                         yield GenerationResponse(
                             text=piece,
                             token=token,

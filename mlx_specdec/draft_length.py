@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .drafters.base import Draft, Drafter
 
@@ -39,6 +39,9 @@ class DraftLength(Protocol):
     def record(self, outcome: Outcome) -> None:
         """What a round cost and gave."""
 
+    def state(self) -> dict[str, Any]:
+        """What it knows and does now, for the stats."""
+
 
 class Fixed:
     """At most `k` drafts in every round; 0 is plain decoding."""
@@ -58,6 +61,9 @@ class Fixed:
     def record(self, outcome: Outcome) -> None:
         pass
 
+    def state(self) -> dict[str, Any]:
+        return {"num_draft_tokens": self.k}
+
 
 class Auto:
     """Chooses by measurement, and never loses much by it.
@@ -72,6 +78,7 @@ class Auto:
     def __init__(self) -> None:
         self.costs: dict[str, Costs] = {}  # of a round by its rows; free drafters share one curve
         self.chances: dict[str, Chances] = {}
+        self.chosen: dict[str, int] = {}  # by drafter, the newest choice
         self._plain = Costs()
         self._lost = 0.0  # seconds against plain decoding, negative where drafting won
         self._probed = 0.0  # seconds against the pace
@@ -83,10 +90,10 @@ class Auto:
 
     def limit(self, drafter: Drafter) -> int:
         # What is drafted for nothing is judged when it is seen.
-        return drafter.max_draft if drafter.free else self._best(drafter, drafter.max_draft, None)
+        return drafter.max_draft if drafter.free else self._choose(drafter, drafter.max_draft, None)
 
     def cut(self, drafter: Drafter, draft: Draft) -> int:
-        return self._best(drafter, len(draft.tokens), draft.confidence) if drafter.free else len(draft.tokens)
+        return self._choose(drafter, len(draft.tokens), draft.confidence) if drafter.free else len(draft.tokens)
 
     def look_ahead(self) -> bool:
         # A draft that is found one token late gives one token less; not looking ahead costs the host's part of a pass.
@@ -109,6 +116,27 @@ class Auto:
         self._lost = max(self._lost + outcome.seconds - (outcome.accepted + 1) * plain, -8 * plain)
         if self._probing:
             self._probed += max(outcome.seconds - (outcome.accepted + 1) * self._pace, 0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "num_draft_tokens": "auto",
+            "plain_seconds": self._plain.seconds(1) if self._plain.known else None,
+            "lost_seconds": self._lost,
+            "probed_seconds": self._probed,
+            "chosen": dict(self.chosen),
+            "seconds_by_rows": {
+                name or "free": {str(rows): seconds for rows, seconds in costs.points}
+                for name, costs in self.costs.items()
+            },
+            "chances": {
+                name: [round(chances.at(place, None), 3) for place in range(1, 9)]
+                for name, chances in self.chances.items()
+            },
+        }
+
+    def _choose(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
+        self.chosen[drafter.name] = chosen = self._best(drafter, most, confidence)
+        return chosen
 
     def _curve(self, drafter: Drafter) -> "Costs":
         return self.costs.setdefault("" if drafter.free else drafter.name, Costs())
@@ -144,15 +172,15 @@ class Costs:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}
-        self._points: list[tuple[int, float]] = []
+        self.points: list[tuple[int, float]] = []  # size and seconds, ascending
 
     @property
     def known(self) -> bool:
-        return bool(self._points)
+        return bool(self.points)
 
     @property
     def most(self) -> int:
-        return self._points[-1][0] if self._points else 0
+        return self.points[-1][0] if self.points else 0
 
     def add(self, size: int, seconds: float) -> None:
         self._seen.setdefault(size, deque(maxlen=9)).append(seconds)
@@ -160,11 +188,11 @@ class Costs:
         for known, measured in sorted(self._seen.items()):
             rising = max(rising, median(measured))  # more rows never cost less: noise says so now and then
             points.append((known, rising))
-        self._points = points  # at once: requests of other threads look at any time
+        self.points = points  # at once: requests of other threads look at any time
 
     def seconds(self, size: int, plain: float | None = None) -> float:
         """`plain`, if given, is a measurement of size 1 from elsewhere."""
-        points = self._points if plain is None else [(1, plain), *self._points]
+        points = self.points if plain is None else [(1, plain), *self.points]
         place = bisect_left(points, (size,))
         if place < len(points) and points[place][0] == size:
             return points[place][1]

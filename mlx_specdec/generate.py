@@ -37,6 +37,7 @@ from .text import encode_text
 @click.option("--chat-template-config", help="More arguments of the chat template, as a JSON object.")
 @click.option("--ignore-chat-template", is_flag=True, help="Use the prompt as it is.")
 @click.option("--verbose", type=bool, default=True, show_default=True, help="Print figures with the text.")
+@click.option("--stats", is_flag=True, help="Print what was counted and predicted, by drafter, as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def command(
     models: ModelOptions,
@@ -49,6 +50,7 @@ def command(
     chat_template_config: str | None,
     ignore_chat_template: bool,
     verbose: bool,
+    stats: bool,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -71,8 +73,8 @@ def command(
         )
         if as_json:
             click.echo(json.dumps(report(list(responses))))
-        elif verbose:
-            show(responses, partial(click.echo, nl=False))
+        elif verbose or stats:
+            show(responses, partial(click.echo, nl=False), stats=stats)
         else:
             for response in responses:
                 click.echo(response.text, nl=False)

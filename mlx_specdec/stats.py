@@ -56,6 +56,7 @@ class Stats:
     plain_rounds: int = 0
     plain_seconds: float = 0.0
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
+    draft_length: dict[str, Any] | None = None  # what chose the draft length knew at the end; None before it
 
     def add(self, emitted: Round) -> None:
         """A round was made."""
@@ -131,3 +132,16 @@ class Stats:
             f"{self.drafter}, {self.rounds} rounds, {self.accepted}/{self.drafted} accepted, "
             f"{self.mean_accepted_length:.2f} tokens per round"
         )
+
+    def block(self) -> str:
+        """Where the time went, and each drafter's rounds beside what is predicted for them, line by line."""
+        lines = [f"Time: drafting {self.drafting:.2f} s, verifying {self.verifying:.2f} s, host {self.host:.2f} s"]
+        for name, of in self.drafters.items():
+            positions = " ".join(f"{rate:.2f}" for rate in of.by_position[:8])
+            lines.append(f"{name}: {of.rounds} rounds, {of.accepted}/{of.drafted} accepted, by position {positions}")
+            if p := self.predicted(name):
+                lines.append(
+                    f"{name}: {p['measured_tokens']:.2f} tokens a round (predicted {p['predicted_tokens']:.2f}), "
+                    f"{p['measured_speedup']:.2f} x plain (predicted {p['predicted_speedup']:.2f})"
+                )
+        return "\n".join(lines)

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_specdec.drafters import by_name
 from mlx_specdec.drafters.suffix import Suffix, SuffixMemory
 from mlx_specdec.drafters.suffix_tree import Rule, SuffixTree
 from mlx_specdec.errors import CheckpointError, OptionError
@@ -455,9 +456,10 @@ def test_the_same_calls_give_the_same_drafts():
     assert drafts[0] == drafts[1] == drafts[2]
 
 
-def test_proposing_does_not_grow_with_the_text():
+@pytest.mark.parametrize("make", [Suffix, by_name("suffix")[0]], ids=["vLLM's options", "ours"])
+def test_proposing_does_not_grow_with_the_text(make: Any):
     text = some_text(Random(5), 3000, 100_000)
-    drafters = {1000: Suffix(), 100_000: Suffix()}
+    drafters = {1000: make(), 100_000: make()}
     took: dict[int, list[float]] = {1000: [], 100_000: []}
     for size, drafter in drafters.items():
         drafter.start(text[:size])
