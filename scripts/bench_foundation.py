@@ -133,7 +133,7 @@ def ngram(
     with SpecDecoder(model, tokenizer, make) as decoder:
         ways = {
             "plain": ours(decoder, tokens, 0, prefill=False),
-            "ngram_simple": ours(decoder, tokens, ngram_m, prefill=False),
+            "ngram_simple": ours(decoder, tokens, prefill=False),
         }
         for name in group:
             texts = [row["turns"][0] for row in rows if row["category"] == name][:each]

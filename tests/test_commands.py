@@ -103,7 +103,8 @@ def test_generate_says_what_the_model_says(
     stats = said["stats"]
     assert stats.keys() == {
         "drafter", "rounds", "drafted", "accepted", "tokens", "drafting", "verifying", "host", "plain_rounds",
-        "plain_seconds", "drafters", "acceptance_rate", "mean_accepted_length", "by_position", "predicted", "draft_length",
+        "plain_seconds", "drafters", "acceptance_rate", "mean_accepted_length", "by_position", "predicted",
+        "draft_length",
     }  # fmt: skip
     assert stats["rounds"] + stats["accepted"] == 20
     named = dict(zip(drafter[::2], drafter[1::2], strict=True))
