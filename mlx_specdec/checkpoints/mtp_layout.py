@@ -1,0 +1,116 @@
+"""Which tensors of a checkpoint belong to MTP heads, and how each family names them."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Tensors = dict[str, mx.array]
+
+DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+SHARED = re.compile(r"(^|\.)(embed_tokens|shared_head\.head|rotary_emb)\.")  # copies of the target's, or computed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family names the tensors of its heads; see `split` for `place`."""
+
+    place: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    hidden_first: bool = False
+    zero_centred: bool = False  # norms are published as what they differ from 1
+
+    def split(self, name: str, bare: bool) -> tuple[int | None, str] | None:
+        """The head's number (None where heads share the tensor) and the rest of the name; None for a tensor of no head.
+
+        `place` matches what stands before the rest, the number in its group. `bare` names are those of a file that
+        holds nothing else, where a prefix may have been taken off.
+        """
+        found = re.search(self.place, name)
+        if found is None and bare:
+            found = re.match(r"(?:layers\.(\d+)\.)?", name)
+        if found is None or SHARED.search(name):
+            return None
+        return int(found[1]) if found[1] else None, name[found.end() :]
+
+    def heads(self, tensors: Tensors, bare: bool) -> list[Tensors]:
+        """The tensors of each head, in order, those that all share in every one."""
+        shared: Tensors = {}
+        numbered: dict[int, Tensors] = {}
+        for name, value in tensors.items():
+            match self.split(name, bare):
+                case (None, rest):
+                    shared[rest] = value
+                case (number, rest):
+                    numbered.setdefault(number, {})[rest] = value
+        heads = [shared | numbered[number] for number in sorted(numbered)]
+        return [head for head in heads if f"{self.projection}.weight" in head]
+
+
+QWEN = Layout(
+    r"(?:^|\.)mtp\.(?:layers\.(\d+)\.)?", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", zero_centred=True
+)
+NEXTN = Layout(r"(?:^|\.)layers\.(\d+)\.", "eh_proj", "enorm", "hnorm", "shared_head.norm")
+MIMO = Layout(
+    r"(?:^|\.)mtp_layers\.(\d+)\.",
+    "input_proj",
+    "token_layernorm",
+    "hidden_layernorm",
+    "final_layernorm",
+    hidden_first=True,
+)
+LAYOUTS = {  # by mlx-lm's module
+    "qwen3_next": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "deepseek_v3": NEXTN,
+    "glm4_moe": NEXTN,
+    "glm4_moe_lite": NEXTN,
+    "mimo": MIMO,
+}
+
+
+def module_of(kind: type) -> str:
+    """The name of the mlx-lm module that a class, or what it was derived from, comes from; empty if none."""
+    modules = (base.__module__ for base in kind.__mro__)
+    return next((m.rpartition(".")[2] for m in modules if m.startswith("mlx_lm.models.")), "")
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says, its language model's own section included."""
+    return config | (config.get("text_config") or {})
+
+
+def declared(config: dict[str, Any]) -> int:
+    """How many heads a target's config says it has."""
+    known = settings(config)
+    return next((known[key] for key in DECLARED if isinstance(known.get(key), int)), 0)
+
+
+def trunk_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """The classes of a target, for mlx-lm's `load_model(get_model_classes=...)`, that leave every head out.
+
+    By itself mlx-lm leaves out layer 61 of DeepSeek-V3, the first head of GLM-4.5, and Qwen3-Next's where experts are
+    numbered; any other head makes its strict loading fail.
+    """
+    from mlx_lm.utils import _get_classes
+
+    original, args = _get_classes(config)
+    layout, layers = LAYOUTS.get(module_of(original)), settings(config).get("num_hidden_layers")
+    if layout is None or layers is None:
+        return original, args
+
+    def of_a_head(name: str) -> bool:
+        found = re.search(layout.place, name)
+        return found is not None and (layout is not NEXTN or int(found[1]) >= layers)
+
+    class Model(original):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: Tensors) -> Tensors:
+            return super().sanitize({name: value for name, value in weights.items() if not of_a_head(name)})
+
+    return Model, args
