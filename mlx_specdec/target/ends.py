@@ -33,9 +33,17 @@ class Ends:
     def release(self) -> None:
         self._release()
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """What the first layer is given for tokens int [n]: [n, hidden]."""
-        return self._embedding(tokens) * self._scale
+    def embed(self, tokens: mx.array, scaled: bool = True) -> mx.array:
+        """What the first layer is given for tokens int [n]: [n, hidden]. Not `scaled`: the embedding's own rows."""
+        rows = self._embedding(tokens)
+        return rows * self._scale if scaled else rows
+
+    @property
+    def caps(self) -> bool:
+        """Whether `head` squeezes its logits through a tanh, as the model's configuration says."""
+        places = [vars(module) for module in self._model.modules()]
+        places += [vars(place["args"]) for place in places if hasattr(place.get("args"), "__dict__")]
+        return any(place.get("final_logit_softcapping") for place in places)
 
     def head(self, hidden: mx.array) -> mx.array:
         """Logits float32 [n, vocab] of hidden states [n, hidden] after the final norm."""
