@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from .decoder import GenerationResponse
-    from .drafters.base import Drafter
+    from .drafters import Maker
+    from .drafters.base import DrafterModel
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
@@ -27,15 +28,19 @@ def load(
     trust_remote_code: bool = False,
     *,
     dtype: str | None = None,
-) -> "tuple[nn.Module, Any]":
+    drafter: str | None = None,
+) -> "tuple[nn.Module, Any] | tuple[nn.Module, Any, DrafterModel | nn.Module]":
     """Load a model and its tokenizer: an MLX folder, a GGUF file, a name of the catalogue or a Hub id.
 
-    As mlx-lm's, and `dtype` (float32, float16, bfloat16) makes all weights dense and of that type. Raises
-    CheckpointError for what cannot be found, fetched or read.
+    As mlx-lm's, and `dtype` (float32, float16, bfloat16) makes all weights dense and of that type. With `drafter` the
+    third value is what drafts for the model: "mtp" is the heads inside its own checkpoint, anything else a folder or a
+    Hub id whose kind (EAGLE-3, DFlash, MTP, Gemma 4 assistant, Medusa, a smaller model) is told from its files; give it
+    to SpecDecoder or stream_generate as `drafter`. Raises CheckpointError for what cannot be found, fetched or read,
+    PairingError for a drafter of another model.
     """
     from . import checkpoints
 
-    return checkpoints.load(
+    model, tokenizer = checkpoints.load(
         path_or_hf_repo,
         dtype=dtype,
         tokenizer_config=tokenizer_config,
@@ -45,6 +50,19 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    if drafter is None:
+        return model, tokenizer
+    from .pairs import load_drafter
+
+    loaded = load_drafter(
+        drafter,
+        target=path_or_hf_repo,
+        model=model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    return model, tokenizer, loaded
 
 
 def stream_generate(
@@ -54,7 +72,7 @@ def stream_generate(
     max_tokens: int = 256,
     draft_model: "nn.Module | None" = None,
     *,
-    drafter: "str | Callable[[], Drafter] | None" = None,
+    drafter: "str | Maker | nn.Module | Sequence[Maker | nn.Module] | None" = None,
     num_draft_tokens: "int | Literal['auto'] | None" = None,
     sampler: "Callable[[mx.array], mx.array] | None" = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
@@ -69,8 +87,8 @@ def stream_generate(
 ) -> "Iterator[GenerationResponse]":
     """Generate text, one response a token, as mlx-lm's `stream_generate` does, with its argument names and defaults.
 
-    `drafter` is a name or several ("ngram_map,suffix"), or what makes a Drafter; without it and `draft_model` decoding
-    is plain.
+    `drafter` is a name or several ("ngram_map,suffix"), what `load(model, drafter=...)` brought, what makes a Drafter,
+    or a list of such; without it and `draft_model` decoding is plain.
     `sampling` are fields of SamplingParams (temperature, top_p, seed, repetition_penalty, acceptance, ...) or else a
     `sampler` of mlx-lm's kind. Make a SpecDecoder to serve many requests.
     """

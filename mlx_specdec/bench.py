@@ -45,21 +45,27 @@ def command(
 ) -> None:
     """Measure drafters against plain decoding and mlx-lm's, at temperature 0. There are figures only for what gives
     plain decoding's ids."""
+    import mlx.nn as nn
+
     from . import plots
-    from .drafters import DEFAULT, by_name
-    from .measure import BUILT_IN, choose, measure, read_questions
+    from .drafters import DEFAULT
+    from .measure import measure
+    from .questions import BUILT_IN, choose, read_questions
 
     # A wrong file or name is said before a model is loaded.
     chosen = choose(BUILT_IN if questions is None else read_questions(questions), per_category)
     default = "draft_model" if models.draft_model else DEFAULT
     chains = [default] if drafters is None else [chain.strip() for chain in drafters.split(";")]
     options, cache = models.drafter_options(), models.cache_options()
-    for chain in chains:
-        by_name(chain, options)
+    named = {make for chain in chains for make in models.makers(chain) if isinstance(make, str)}
     if plot is not None:
         plots.check(plot)
     model, tokenizer = models.load(models.model)
-    draft_model, draft_tokenizer = models.load(models.draft_model) if models.draft_model else (None, None)
+    if models.draft_model:
+        named.add("draft_model")
+    loaded = {name: models.load_drafter(name, model, tokenizer) for name in sorted(named)}
+    whole = isinstance(loaded.get("draft_model"), nn.Module)  # which mlx-lm can draft with too
+    draft_model = loaded.pop("draft_model") if whole else None
     with progress_bar() as progress:
         report = measure(
             model,
@@ -67,13 +73,13 @@ def command(
             chosen,
             chains,
             draft_model=draft_model,
-            draft_tokenizer=draft_tokenizer,
             num_draft_tokens=num_draft_tokens,
             max_tokens=max_tokens,
             repeats=repeats,
             ignore_chat_template=ignore_chat_template,
             cache=cache,
             options=options,
+            loaded=loaded,
             progress=progress,
         )
     if as_json:

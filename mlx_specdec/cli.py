@@ -13,12 +13,12 @@ from .errors import OptionError, SpecDecError
 
 if TYPE_CHECKING:
     from .decoder import SpecDecoder
-    from .drafters import DrafterOptions
+    from .drafters import DrafterOptions, Maker
     from .target.model import CacheOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("float32", "float16", "bfloat16")
-DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix", "draft_model")
+DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix", "draft_model", "mtp")
 DEFAULT = "suffix, or the draft model given."
 
 
@@ -72,21 +72,27 @@ class ModelOptions:
     def decoder(self) -> "SpecDecoder":
         """Load everything. Raises SpecDecError."""
         from .decoder import SpecDecoder
-        from .drafters import DEFAULT, by_name
+        from .drafters import DEFAULT
 
         names = self.drafter or ("draft_model" if self.draft_model else DEFAULT)
-        if self.draft_model and "draft_model" not in [name.strip() for name in names.split(",")]:
+        makers, cache = self.makers(names), self.cache_options()
+        if self.draft_model and "draft_model" not in makers:
             raise OptionError(f"--drafter is {names} and --draft-model is {self.draft_model}; name draft_model as well")
-        makers = [] if names == "none" else by_name(names, self.drafter_options())
-        cache = self.cache_options()
         model, tokenizer = self.load(self.model)
-        draft_model, draft_tokenizer = self.load(self.draft_model) if self.draft_model else (None, None)
-        return SpecDecoder(
-            model, tokenizer, makers, draft_model=draft_model, draft_tokenizer=draft_tokenizer, cache=cache
-        )
+        named = [self.load_drafter(make, model, tokenizer) if isinstance(make, str) else make for make in makers]
+        return SpecDecoder(model, tokenizer, named, cache=cache)
+
+    def makers(self, names: str) -> "list[Maker]":
+        """What makes the drafters of a chain; those that take a checkpoint are names still. Raises OptionError."""
+        from .drafters import by_name
+
+        makers = by_name(names, self.drafter_options())
+        if "draft_model" in makers and not self.draft_model:
+            raise OptionError("the drafter draft_model takes a model; give one (--draft-model)")
+        return makers
 
     def drafter_options(self) -> "DrafterOptions":
-        from .drafters import DrafterOptions
+        from .drafters import DrafterOptions, Maker
 
         return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
 
@@ -98,13 +104,30 @@ class ModelOptions:
 
     def load(self, source: str) -> tuple[Any, Any]:
         """The model and the tokenizer that `source` names. Raises CheckpointError."""
+        from .checkpoints import load
+
+        return load(source, dtype=self.precision(), trust_remote_code=self.trust_remote_code)
+
+    def load_drafter(self, name: str, model: Any, tokenizer: Any) -> Any:
+        """What drafts for the model under `name`: draft_model, mtp, a path or a Hub id. Raises CheckpointError and
+        PairingError."""
+        from .pairs import load_drafter
+
+        return load_drafter(
+            str(self.draft_model) if name == "draft_model" else name,
+            target=self.model,
+            model=model,
+            tokenizer=tokenizer,
+            dtype=self.precision(),
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def precision(self) -> str | None:
+        """What was asked for. A CPU has no fast product of quantised or half-precision weights: 40 times slower for the
+        default model; so there it is float32."""
         import mlx.core as mx
 
-        from .api import load
-
-        # A CPU has no fast product of quantised or half-precision weights: 40 times slower for the default model.
-        dtype = self.dtype or ("float32" if mx.default_device() == mx.cpu else None)
-        return load(source, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        return self.dtype or ("float32" if mx.default_device() == mx.cpu else None)
 
 
 class DraftTokens(click.ParamType):
@@ -121,12 +144,14 @@ class DraftTokens(click.ParamType):
             self.fail(f"{value!r} is neither a number nor auto", param, ctx)
 
 
-_DRAFTER = click.option("--drafter", help="none, or a list: " + ", ".join(DRAFTERS) + ". Default: " + DEFAULT)
+_DRAFTER = click.option(
+    "--drafter", help="none, or a list: " + ", ".join(DRAFTERS) + ", a drafter's folder or Hub id. Default: " + DEFAULT
+)
 _MODEL_OPTIONS = [
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="A folder, .gguf file, name or Hub id."),
     click.option("--dtype", type=click.Choice(DTYPES), help="Make all weights of this type. On a CPU: float32."),
     _DRAFTER,
-    click.option("--draft-model", help="A smaller model with the same tokenizer."),
+    click.option("--draft-model", help="A smaller model with the same tokenizer, or a drafter's checkpoint."),
     click.option("--ngram-n", default=12, show_default=True, help="Length of the pattern that is looked up."),
     click.option("--ngram-m", default=48, show_default=True, help="Most tokens drafted after a match."),
     click.option("--ngram-min-hits", default=1, show_default=True, help="ngram_map: matches before it drafts."),

@@ -59,18 +59,18 @@ class SpecDecoder:
         self,
         model: nn.Module,
         tokenizer: Any,
-        drafter: str | Maker | Sequence[Maker] | None = None,
+        drafter: str | Maker | nn.Module | Sequence[Maker | nn.Module] | None = None,
         *,
         draft_model: nn.Module | None = None,
         draft_tokenizer: Any = None,
         cache: CacheOptions | None = None,
     ):
         """`drafter` is a name or several ("ngram_map,suffix"), what makes a drafter for a sequence (a class will do),
-        or a list of such, asked in that order; `draft_model` drafts after them, or where "draft_model" stands among
-        them. With neither, decoding is plain.
+        what `load(model, drafter=...)` brought, or a list of such, asked in that order; `draft_model` drafts after
+        them, or where "draft_model" stands among them. With neither, decoding is plain.
 
-        Raises UnsupportedModelError for a model whose cache cannot be rewound, and PairingError when `draft_tokenizer`
-        is given and is another than the target's.
+        Raises UnsupportedModelError for a model whose cache cannot be rewound, and PairingError when a drafter was made
+        for another target or `draft_tokenizer` is given and is another than the target's.
         """
         if draft_tokenizer is not None:
             check_tokenizers(tokenizer, draft_tokenizer)
@@ -78,6 +78,11 @@ class SpecDecoder:
         self._closed = False
         self._auto = Auto()
         makers = _makers(drafter)
+        for place, make in enumerate(makers):
+            if isinstance(make, nn.Module):
+                draft_model, makers[place] = make, "draft_model"
+            elif isinstance(make, str) and make != "draft_model":
+                raise OptionError(f"the drafter {make} is a checkpoint; load it with load(model, drafter={make!r})")
         if draft_model is not None and "draft_model" not in makers:
             makers.append("draft_model")
         if draft_model is None and "draft_model" in makers:
@@ -235,13 +240,16 @@ class SpecDecoder:
             chain.close(unseen)
 
 
-def _makers(drafter: str | Maker | Sequence[Maker] | None) -> list[Maker]:
+def _makers(drafter: Any) -> list[Any]:
+    """What makes drafters, whole models among them as they are."""
     if drafter is None:
         return []
     if isinstance(drafter, str):
         return by_name(drafter)
-    makers: list[Any] = list(drafter) if isinstance(drafter, Sequence) else [drafter]
-    names = [make for make in makers if not callable(make) and not hasattr(make, "pair")]
-    if names not in ([], ["draft_model"]):
-        raise OptionError(f"drafter is {drafter!r}; give a name, what makes a drafter, or a list of such, each once")
+    makers = list(drafter) if isinstance(drafter, Sequence) else [drafter]
+    for make in makers:
+        if not callable(make) and not hasattr(make, "pair") and (make != "draft_model" or makers.count(make) > 1):
+            raise OptionError(
+                f"drafter is {drafter!r}; give a name, what makes a drafter, or a list of such, each once"
+            )
     return makers

@@ -8,13 +8,11 @@ Figures are taken for each repeat and given as the median, the lowest and the hi
 a way whose ids part from plain decoding's in any run, warm-up included.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -25,73 +23,11 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 
 from .decoder import SpecDecoder
 from .drafters import DEFAULT, DrafterOptions, by_name
-from .drafters.pairing import check_tokenizers
 from .errors import OptionError
 from .generate import chat
+from .questions import Question
 from .target.model import CacheOptions
 from .text import encode
-
-MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt in Spec-Bench's form: the first turn is what is asked."""
-
-    question_id: int | str
-    category: str
-    turns: tuple[str, ...]
-
-    @property
-    def group(self) -> str:
-        """What it is reported under: MT-bench's eight categories are one group, "multi-turn"."""
-        return "multi-turn" if self.category in MULTI_TURN else self.category
-
-
-def read_questions(path: Path) -> list[Question]:
-    """A file of one JSON object a line, with question_id, category and turns. Raises OptionError naming the line."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror}; give a file of questions") from error
-    questions = [_question(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not questions:
-        raise OptionError(f"{path} holds no questions; give one JSON object a line")
-    return questions
-
-
-def _question(line: bytes, place: str) -> Question:
-    try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{place} is not JSON: {error}; give question_id, category and turns") from error
-    if not isinstance(row, dict):
-        raise OptionError(f"{place} is {str(row)[:40]!r}; give an object with question_id, category and turns")
-    number, category, turns = (row.get(key) for key in ("question_id", "category", "turns"))
-    if not isinstance(number, int | str) or isinstance(number, bool):
-        raise OptionError(f"{place} has the question_id {number!r}; give a number or text")
-    if not (isinstance(category, str) and category):
-        raise OptionError(f"{place} has the category {category!r}; give a text")
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)):
-        raise OptionError(f"{place} has the turns {str(turns)[:40]!r}; give a list of texts")
-    return Question(number, category, tuple(turns))
-
-
-def choose(questions: Sequence[Question], each: int) -> list[Question]:
-    """`each` questions of every group, or all if it has fewer: distinct, evenly spaced, in the order of the file."""
-    if each < 1:
-        raise OptionError(f"per_category is {each}; choose 1 or more")
-    distinct: dict[str, Question] = {}
-    for question in questions:
-        distinct.setdefault(question.turns[0], question)
-    groups: dict[str, list[Question]] = {}
-    for question in distinct.values():
-        groups.setdefault(question.group, []).append(question)
-    return [
-        group[place * len(group) // min(each, len(group))]
-        for group in groups.values()
-        for place in range(min(each, len(group)))
-    ]
 
 
 @dataclass(frozen=True)
@@ -203,20 +139,21 @@ def measure(
     drafters: Sequence[str] = (DEFAULT,),
     *,
     draft_model: nn.Module | None = None,
-    draft_tokenizer: Any = None,
     num_draft_tokens: int | Literal["auto"] = "auto",
     max_tokens: int = 160,
     repeats: int = 3,
     ignore_chat_template: bool = False,
     cache: CacheOptions | None = None,
     options: DrafterOptions | None = None,
+    loaded: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Time every way on every question: plain decoding, mlx-lm's, and `drafters`, each a chain by names.
 
-    After a warm-up on the first question the ways take turns on each question, every other time in reverse order.
-    mlx-lm drafts with its own default where num_draft_tokens is "auto". `progress` is called with the requests made and
-    their total. Raises OptionError for what cannot be measured.
+    `loaded` has, by the names that chains call them, the drafters that `load` brought. After a warm-up on the first
+    question the ways take turns on each question, every other time in reverse order. mlx-lm drafts with its own default
+    where num_draft_tokens is "auto". `progress` is called with the requests made and their total. Raises OptionError
+    for what cannot be measured.
     """
     if num_draft_tokens != "auto" and num_draft_tokens < 1:
         raise OptionError(f"num_draft_tokens is {num_draft_tokens}; choose auto, or 1 or more: plain decoding is "
@@ -229,13 +166,12 @@ def measure(
         raise OptionError("there are no questions; give at least one")
     if len(set(drafters)) < len(drafters):
         raise OptionError(f"drafters are {'; '.join(drafters)}; name each way once")
-    if draft_tokenizer is not None:
-        check_tokenizers(tokenizer, draft_tokenizer)
+    named = loaded or {}
 
-    def ours(names: str | None) -> Way:
+    def ours(names: str) -> Way:
         @contextmanager
         def opened() -> Iterator[Runner]:
-            makers = by_name(names, options) if names else []
+            makers = [named.get(make, make) if isinstance(make, str) else make for make in by_name(names, options)]
             drafts = draft_model if "draft_model" in makers else None
             with SpecDecoder(model, tokenizer, makers, draft_model=drafts, cache=cache) as decoder:
                 yield lambda ids: decoder.stream(ids, max_tokens=max_tokens, num_draft_tokens=num_draft_tokens)
@@ -260,7 +196,7 @@ def measure(
 
         return opened
 
-    ways: dict[str, Way] = {"plain": ours(None), "mlx-lm": mlx_lms(None)}
+    ways: dict[str, Way] = {"plain": ours("none"), "mlx-lm": mlx_lms(None)}
     if draft_model is not None:
         ways["mlx-lm draft"] = mlx_lms(draft_model)
     ways |= {names: ours(names) for names in drafters}
@@ -402,40 +338,3 @@ def _over(values: Sequence[float]) -> Spread:
 def _spread(values: Sequence[float | None]) -> Spread | None:
     known = [value for value in values if value is not None]
     return _over(known) if len(known) == len(values) else None
-
-
-PASSAGES = (
-    "The lighthouse at Marren Point was built in 1871 after three cargo ships were lost on the reef in a single "
-    "winter. Its lamp burned rape oil at first, then paraffin, and was visible for fourteen miles in clear weather."
-    " A keeper and two assistants lived in the cottages below the tower and took turns to wind the clockwork that "
-    "rotated the lens. In 1934 the lamp was electrified, and in 1988 the last keeper left when the light was "
-    "automated. The cottages stood empty for ten years until a local trust turned them into a museum. About nine "
-    "thousand visitors climb the 142 steps of the tower every summer, and the entrance fees pay for the upkeep of "
-    "the lens, which is still the original one.",
-    "The town council of Eastbrook voted on Tuesday to close the central market square to cars from the first of "
-    "May. Delivery vans may still enter between six and ten in the morning, and residents of the square will "
-    "receive permits. Shop owners were divided: the bakery and the two cafes welcomed the plan and hope to put "
-    "tables outside, while the furniture shop fears that customers will not carry heavy goods to the car park on "
-    "Mill Lane. The council promised to review the decision after one year and to publish the number of visitors, "
-    "which is counted by cameras, every month. A similar plan in the neighbouring town of Westbrook raised the "
-    "number of visitors by a fifth.",
-)
-
-BUILT_IN = (
-    Question(1, "writing", ("Write a short letter to a friend about a walk in the rain.",)),
-    Question(2, "coding", ("Write a Python function that returns the n-th Fibonacci number, and call it for n = 10.",)),
-    Question(3, "extraction", ("List ten animals in alphabetical order with one fact about each.",)),
-    Question(4, "translation", ("Translate to German: The library opens at nine and closes at five on weekdays.",)),
-    Question(5, "translation", ("Translate to French: We missed the last train, so we walked home along the river.",)),
-    Question(6, "translation", ("Translate to Spanish: My sister paints the old boats in the harbour every spring.",)),
-    Question(7, "summarization", (f"Summarize: {PASSAGES[0]}",)),
-    Question(8, "summarization", (f"Summarize: {PASSAGES[1]}",)),
-    Question(9, "qa", ("Why is the sky blue during the day and red at sunset?",)),
-    Question(10, "qa", ("What does a conductor do during a concert?",)),
-    Question(11, "qa", ("How is bread made, and why does the dough rise?",)),
-    Question(12, "math_reasoning", ("A train leaves at 9:40 and arrives at 12:15. How long does it travel?",)),
-    Question(13, "math_reasoning", ("Tom buys 3 pens at 2 dollars and 4 books at 7 dollars. What does he pay?",)),
-    Question(14, "math_reasoning", ("A tank holds 240 litres and loses 5 litres an hour. When is it half empty?",)),
-    Question(15, "rag", (f"{PASSAGES[0]}\n\nHow was the lamp lit over the years? Quote the sentences that say so.",)),
-    Question(16, "rag", (f"{PASSAGES[1]}\n\nWhat do the shop owners think? Quote the sentences that say so.",)),
-)

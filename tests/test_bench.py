@@ -13,11 +13,12 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner, Result
 
-from mlx_specdec import OptionError, PairingError, SpecDecError, acceptance, bench, measure
+from mlx_specdec import OptionError, SpecDecError, acceptance, bench, measure
 from mlx_specdec.__main__ import main
 from mlx_specdec.bench import command as bench_command
 from mlx_specdec.drafters import DrafterOptions
-from mlx_specdec.measure import Figures, Parting, Question, Report, Spread
+from mlx_specdec.measure import Figures, Parting, Report, Spread
+from mlx_specdec.questions import BUILT_IN, Question, choose, read_questions
 from tests import zoo
 from tests.scripted import reference
 from tests.test_commands import accept_all, refused, save
@@ -62,7 +63,7 @@ def written(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def test_questions_are_read_in_spec_bench_s_form(tmp_path: Path) -> None:
-    questions = measure.read_questions(written(tmp_path / "q.jsonl", SPEC_BENCH))
+    questions = read_questions(written(tmp_path / "q.jsonl", SPEC_BENCH))
     assert [q.question_id for q in questions] == [81, 111, 160, 401, "x"]
     assert [q.group for q in questions] == ["multi-turn"] * 3 + ["math_reasoning", "mine"]
     assert questions[0].turns == ("a", "b")
@@ -86,7 +87,7 @@ def test_a_bad_line_is_named(line: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_bytes(json.dumps(SPEC_BENCH[0]).encode() + b"\r\n\r\n" + line + b"\n")
     with pytest.raises(OptionError) as error:
-        measure.read_questions(path)
+        read_questions(path)
     assert str(error.value).startswith(f"{path} line 3 ")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
@@ -94,17 +95,17 @@ def test_a_bad_line_is_named(line: bytes, says: str, tmp_path: Path) -> None:
 
 def test_questions_are_distinct_and_evenly_spaced() -> None:
     qa = [Question(i, "qa", (f"question {i // 2}",)) for i in range(20)]  # ten texts, each twice
-    chosen = measure.choose([*qa, *QUESTIONS], 4)
+    chosen = choose([*qa, *QUESTIONS], 4)
     assert [q.question_id for q in chosen] == [0, 4, 10, 14, 81, 91, 241, "mine"]
-    assert measure.choose(qa, 100) == qa[::2]
+    assert choose(qa, 100) == qa[::2]
     with pytest.raises(OptionError, match="per_category is 0"):
-        measure.choose(qa, 0)
+        choose(qa, 0)
 
 
 def test_the_built_in_questions_cover_spec_bench_s_groups() -> None:
-    assert len({q.turns[0] for q in measure.BUILT_IN}) == len({q.question_id for q in measure.BUILT_IN})
+    assert len({q.turns[0] for q in BUILT_IN}) == len({q.question_id for q in BUILT_IN})
     groups = {"multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag"}
-    assert {q.group for q in measure.choose(measure.BUILT_IN, 1)} == groups
+    assert {q.group for q in choose(BUILT_IN, 1)} == groups
 
 
 # measuring
@@ -239,7 +240,6 @@ def test_a_way_that_mlx_lm_refuses_is_said() -> None:
     ({"drafters": ("suffix", "suffix")}, OptionError, "once"),
     ({"drafters": ("magic",)}, OptionError, "'magic'"),
     ({"drafters": ("draft_model",), "draft_model": None}, OptionError, "--draft-model"),
-    ({"draft_tokenizer": zoo.tokenizer(VOCAB, shuffle=3)}, PairingError, "another tokenizer"),
     ({"questions": [Question(7, "qa", ("word " * 3000,))]}, OptionError, "question 7: "),
     ({"questions": [Question(8, "qa", ("\ud800",))]}, OptionError, "question 8: "),
 ], ids=lambda value: str(value)[:40].encode("ascii", "replace").decode())  # fmt: skip

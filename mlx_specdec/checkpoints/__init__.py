@@ -45,7 +45,7 @@ def load(
     from ..target.model import evaluate
 
     check_dtype(dtype)
-    path = _find(source)
+    path = find(source)
     try:
         if path is not None and path.is_file():
             model, tokenizer = _load_file(path, tokenizer_config, model_config)
@@ -80,7 +80,7 @@ def load(
     return model, tokenizer
 
 
-def _find(source: str | PathLike[str]) -> Path | None:
+def find(source: str | PathLike[str]) -> Path | None:
     """The local file or folder that `source` names, fetched if it is in the catalogue; None for a Hub id."""
     text = str(source)
     path = Path(text).expanduser()

@@ -151,3 +151,17 @@ def _whole(path: Path, entry: Entry) -> bool:
     with contextlib.suppress(OSError):  # a cache that cannot be written is hashed at every start
         seal.write_text(mark, encoding="utf-8")
     return True
+
+
+def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Path:
+    """The folder of a Hub repository in the hub's own cache, with those of its files that match `files`, fetched unless
+    they were. Raises CheckpointError where it cannot be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        raise CheckpointError(f"{repository} cannot be fetched ({said}); check the name and the network, or give a "
+                              "folder") from error  # fmt: skip

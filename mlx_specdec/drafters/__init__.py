@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from ..errors import OptionError
 from .base import Drafter, DrafterModel
@@ -16,10 +15,11 @@ from .suffix import Suffixes, SuffixMemory
 from .suffix_tree import Rule
 
 TEXT_DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix")
-NAMES = (*TEXT_DRAFTERS, "draft_model")
+NAMES = (*TEXT_DRAFTERS, "draft_model", "mtp")
 DEFAULT = "suffix"
 
-Maker = Callable[[], Drafter] | DrafterModel | Literal["draft_model"]
+# What makes drafters; or the name of one that takes a checkpoint, until that is loaded.
+Maker = Callable[[], Drafter] | DrafterModel | str
 
 
 @dataclass
@@ -48,9 +48,9 @@ class DrafterOptions:
 
 
 def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
-    """What makes the drafters called `names`, in order, for a sequence: "suffix", or "ngram_map,draft_model", where the
-    last stays a name, since it takes a model; "none" is nothing.
+    """What makes the drafters called `names`, in order, for a sequence: "suffix", or "ngram_map,draft_model".
 
+    Those that take a checkpoint stay names: draft_model, mtp, and whatever is a path or a Hub id. "none" is nothing.
     Memories of earlier requests (ngram_mod's table, the suffix memory, lookup files) belong to what is returned and are
     shared by all drafters that it makes. Raises OptionError for an unknown name, one that comes twice, or a bad option.
     """
@@ -59,8 +59,9 @@ def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
         return []
     chosen = [name.strip() for name in names.split(",")]
     for place, name in enumerate(chosen):
-        if name not in NAMES:
-            raise OptionError(f"there is no drafter {name!r}; choose among {', '.join(NAMES)}")
+        if name not in NAMES and not _is_checkpoint(name):
+            raise OptionError(f"there is no drafter {name!r}; choose among {', '.join(NAMES)}, or give "
+                              "a drafter's folder or Hub id")  # fmt: skip
         if name in chosen[:place]:
             raise OptionError(f"the drafter {name} is named twice; name it once")
     makers = [_maker(name, options) for name in chosen]
@@ -70,9 +71,13 @@ def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
     return makers
 
 
+def _is_checkpoint(name: str) -> bool:
+    return "/" in name or (bool(name) and Path(name).expanduser().exists())
+
+
 def _maker(name: str, options: DrafterOptions) -> Maker:
-    if name == "draft_model":
-        return "draft_model"
+    if name not in TEXT_DRAFTERS:
+        return name
     if name == "ngram_simple":
         return partial(NgramSimple, options.ngram_n, options.ngram_m)
     if name == "ngram_map":
