@@ -92,7 +92,7 @@ class ModelOptions:
         return makers
 
     def drafter_options(self) -> "DrafterOptions":
-        from .drafters import DrafterOptions, Maker
+        from .drafters import DrafterOptions
 
         return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
 

@@ -1,5 +1,6 @@
 """SpecDecoder: rounds of a target and a drafter as a stream of responses, for apps and commands."""
 
+import logging
 import sys
 import threading
 import time
@@ -21,11 +22,13 @@ from .drafters.pairing import check_tokenizers
 from .errors import OptionError, SpecDecError
 from .rounds import Round, rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams
-from .stats import Stats
+from .stats import DrafterStats, Stats
 from .target.model import CacheOptions, Target
 from .target.threads import give_up_streams_at_thread_end
 from .target.wired import wired_memory
 from .text import TextStream, encode, stop_tokens
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -77,6 +80,8 @@ class SpecDecoder:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._closed = False
         self._auto = Auto()
+        self._fared: dict[str, DrafterStats] = {}  # drafters with weights, over all requests
+        self._accused: set[str] = set()
         makers = _makers(drafter)
         for place, make in enumerate(makers):
             if isinstance(make, nn.Module):
@@ -185,6 +190,20 @@ class SpecDecoder:
             return limit
         return min(limit, self.target.context - prompt_tokens)
 
+    def _judge(self, winner: Drafter | None, emitted: Round) -> None:
+        """Say once, of a drafter with weights, that what it drafts is hardly ever right."""
+        if winner is None or winner.free:
+            return
+        of = self._fared.setdefault(winner.name, DrafterStats())
+        of.add(emitted)
+        if of.hopeless and winner.name not in self._accused:
+            self._accused.add(winner.name)
+            _log.warning(
+                f"of {of.drafted} drafts of {winner.name} {sum(of.stood)} were right: it was made for another model or "
+                "version, or its checkpoint was converted wrongly; the text is the same, but for speed use another "
+                "drafter"
+            )
+
     def _responses(
         self,
         emitting: Iterator[Round],
@@ -206,6 +225,7 @@ class SpecDecoder:
                     give_up_streams_at_thread_end()
                     emitted = next(emitting)
                     stats.add(emitted)
+                    self._judge(chain.winner, emitted)
                     if stats.rounds % 256 == 0:
                         mx.clear_cache()  # buffers of sizes that a growing sequence never asks for again
                     if stats.tokens == 0:

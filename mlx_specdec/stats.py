@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .rounds import Round
 
+ENOUGH = 12  # rounds that show whether a drafter fits at all
+
 
 @dataclass
 class DrafterStats:
@@ -36,6 +38,11 @@ class DrafterStats:
     def by_position(self) -> list[float]:
         """The share of drafts that stood at each place, of those that got there."""
         return [s / r for s, r in zip(self.stood, self.reached, strict=True) if r]
+
+    @property
+    def hopeless(self) -> bool:
+        """After `ENOUGH` rounds hardly a first token stood: a drafter that was made for this target does better."""
+        return self.rounds >= ENOUGH and self.stood[0] < 0.05 * self.reached[0]
 
 
 @dataclass

@@ -207,3 +207,23 @@ def agree(stats: Stats) -> None:
         assert 1 <= found["predicted_tokens"] <= found["draft_length"] + 1
         assert found["cost"] >= 0
         assert found["measured_speedup"] > 0
+
+
+def test_a_drafter_that_does_not_fit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Over requests, each too short to tell; and where the length is chosen, drafting stops costing time."""
+    stranger = zoo.build("llama", seed=99, vocab=VOCAB)
+    with SpecDecoder(model(), zoo.tokenizer(VOCAB), draft_model=stranger) as decoder:
+        for _ in range(6):
+            list(decoder.stream(PROMPT, max_tokens=8, num_draft_tokens=2))
+        said = [record.message for record in caplog.records]
+        assert len(said) == 1
+        assert "drafts of draft_model" in said[0]
+        list(decoder.stream(PROMPT, max_tokens=100))
+        last = list(decoder.stream(PROMPT, max_tokens=100))[-1]
+    assert last.stats.drafted < 10, "probes alone"
+
+
+def test_a_drafter_that_fits_is_not_accused(caplog: pytest.LogCaptureFixture) -> None:
+    with SpecDecoder(model(), zoo.tokenizer(VOCAB), draft_model=draft()) as decoder:
+        list(decoder.stream(PROMPT, max_tokens=100, num_draft_tokens=3))
+    assert not caplog.records
