@@ -16,6 +16,7 @@ from ..sampling import Sampler
 from .base import NOTHING, Draft
 
 CHUNK = 512  # so many rows may wait, while nothing or something else drafts, before they are fed
+NEVER = -1e9  # a logit whose probability is 0, unless everything else is forbidden
 
 
 class Head(Protocol):
@@ -34,7 +35,8 @@ class Head(Protocol):
         """
 
     def logits(self, output: mx.array) -> mx.array:
-        """Logits float32 [n, vocab] over the target's vocabulary, of what `rows` returned first."""
+        """Logits float32 [n, vocab] over the target's vocabulary, of what `rows` returned first; -inf for a token
+        that the head does not know."""
 
 
 class HeadDrafter:
@@ -78,7 +80,7 @@ class HeadDrafter:
         self._carry = None  # the row of `last` is in the cache
         fed, probs = [mx.array([last], dtype=mx.int32)], []
         for _ in range(limit):
-            token, q = sampler.draft(self._head.logits(output[-1:]), mx.concatenate(fed))
+            token, q = sampler.draft(drawable(self._head.logits(output[-1:])), mx.concatenate(fed))
             fed.append(token)
             if q is not None:
                 probs.append(q)
@@ -86,6 +88,7 @@ class HeadDrafter:
                 output, hidden = self._head.rows(token, hidden[-1:], self._cache)
                 self._guesses += 1
                 mx.async_eval(token)  # the device starts while the next row is being built
+        mx.async_eval(fed[-1], [c.state for c in self._cache])
         return Draft(mx.concatenate(fed[1:]), mx.concatenate(probs) if probs else None)
 
     def settle(self, drafted: int, accepted: int) -> None:
@@ -98,3 +101,12 @@ class HeadDrafter:
         fed = self._head.rows(mx.array(list(tokens), dtype=mx.int32), mx.concatenate(list(hidden)), self._cache)
         self._tokens, self._hidden = [], []
         return fed
+
+
+def drawable(logits: mx.array) -> mx.array:
+    """Logits that have a softmax whatever processors forbid, and whatever a network makes of an overflow.
+
+    A head of a reduced vocabulary may know none of the tokens that a grammar allows; q would then be NaN, and with it
+    the distribution of the output.
+    """
+    return mx.nan_to_num(logits, nan=NEVER, posinf=-NEVER, neginf=NEVER)
