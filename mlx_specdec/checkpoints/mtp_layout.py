@@ -15,9 +15,9 @@ SHARED = re.compile(r"(^|\.)(embed_tokens|shared_head\.head|rotary_emb)\.")  # c
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family names the tensors of its heads; see `split` for `place`."""
+    """How a family names the tensors of its heads."""
 
-    place: str
+    place: str  # a pattern for what stands before a head's own names, the head's number in its group
     projection: str
     embedding_norm: str
     hidden_norm: str
@@ -25,31 +25,37 @@ class Layout:
     hidden_first: bool = False
     zero_centred: bool = False  # norms are published as what they differ from 1
 
-    def split(self, name: str, bare: bool) -> tuple[int | None, str] | None:
-        """The head's number (None where heads share the tensor) and the rest of the name; None for a tensor of no head.
+    def split(self, name: str, bare: bool) -> tuple[str, int | None, str] | None:
+        """The place of a tensor, its head's number (None where heads share it) and the rest of its name; None if it
+        belongs to no head.
 
-        `place` matches what stands before the rest, the number in its group. `bare` names are those of a file that
-        holds nothing else, where a prefix may have been taken off.
+        `bare` names are those of a file that holds nothing else, where a prefix may have been taken off.
         """
         found = re.search(self.place, name)
         if found is None and bare:
             found = re.match(r"(?:layers\.(\d+)\.)?", name)
         if found is None or SHARED.search(name):
             return None
-        return int(found[1]) if found[1] else None, name[found.end() :]
+        return name[: found.end()], int(found[1]) if found[1] else None, name[found.end() :]
 
     def heads(self, tensors: Tensors, bare: bool) -> list[Tensors]:
         """The tensors of each head, in order, those that all share in every one."""
         shared: Tensors = {}
-        numbered: dict[int, Tensors] = {}
+        placed: dict[tuple[int, str], Tensors] = {}
         for name, value in tensors.items():
             match self.split(name, bare):
-                case (None, rest):
+                case (_, None, rest):
                     shared[rest] = value
-                case (number, rest):
-                    numbered.setdefault(number, {})[rest] = value
-        heads = [shared | numbered[number] for number in sorted(numbered)]
+                case (place, number, rest):
+                    placed.setdefault((number, place), {})[rest] = value
+        heads = [shared | placed[key] for key in sorted(placed)]
         return [head for head in heads if f"{self.projection}.weight" in head]
+
+    def of_a_head(self, name: str, layers: int) -> bool:
+        """Whether a target's tensor belongs to a head, if only as a copy of its embedding; `layers` are the trunk's."""
+        found = re.search(self.place, name)
+        beside = found is not None and (self is not NEXTN or int(found[1]) >= layers)
+        return beside or re.search(r"(^|\.)mtp\.", name) is not None
 
 
 QWEN = Layout(
@@ -89,7 +95,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 def declared(config: dict[str, Any]) -> int:
     """How many heads a target's config says it has."""
     known = settings(config)
-    return next((known[key] for key in DECLARED if isinstance(known.get(key), int)), 0)
+    return max((known[key] for key in DECLARED if isinstance(known.get(key), int)), default=0)
 
 
 def trunk_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -104,13 +110,12 @@ def trunk_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     layout, layers = LAYOUTS.get(module_of(original)), settings(config).get("num_hidden_layers")
     if layout is None or layers is None:
         return original, args
+    return _trunk(original, layout, layers), args
 
-    def of_a_head(name: str) -> bool:
-        found = re.search(layout.place, name)
-        return found is not None and (layout is not NEXTN or int(found[1]) >= layers)
 
-    class Model(original):  # type: ignore[misc, valid-type]
+def _trunk(original: Any, layout: Layout, layers: int) -> type[nn.Module]:
+    class Trunk(original):
         def sanitize(self, weights: Tensors) -> Tensors:
-            return super().sanitize({name: value for name, value in weights.items() if not of_a_head(name)})
+            return super().sanitize({n: value for n, value in weights.items() if not layout.of_a_head(n, layers)})
 
-    return Model, args
+    return Trunk
