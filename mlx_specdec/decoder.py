@@ -257,7 +257,7 @@ class SpecDecoder:
                         if finish:
                             return
         finally:
-            chain.close(unseen)
+            chain.close(unseen if stats.rounds else ())
 
 
 def _makers(drafter: Any) -> list[Any]:

@@ -350,6 +350,9 @@ class Erratic:
     def record(self, outcome: Outcome) -> None:
         self.lengths.append(len(outcome.draft.tokens))
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
 
 LIST = (partial(NgramSimple, 1, 8), "draft_model")
 

@@ -62,7 +62,7 @@ class Chain:
     def close(self, unseen: Sequence[int]) -> None:
         """The sequence is over, after tokens that nobody observed; those who keep what they saw see them now."""
         for drafter in self.drafters:
-            if drafter.free:
+            if drafter.free and unseen:
                 drafter.observe(unseen, None)
             drafter.close()
 
