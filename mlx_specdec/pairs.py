@@ -28,7 +28,6 @@ MODELS = {
     MTP: "MtpModel",
 }
 DRAFTER_FILES = ("*.json", "*.safetensors", "*.bin", "*.pt")
-MTP_FILES = ("*.json", "model*.safetensors", "*mtp*.safetensors", "mtp/*.safetensors")
 
 
 def load_drafter(
@@ -49,7 +48,7 @@ def load_drafter(
     """
     check_dtype(dtype)
     if source == MTP:
-        network = read_heads(Folder(_folder(target, revision, MTP_FILES)), model)
+        network = read_heads(Folder(_folder(target, revision, checkpoints.MODEL_FILES)), model)
         if network is None:
             raise PairingError(f"{target} has no MTP heads in its checkpoint; use another drafter")
         return _wrap(MTP, network, dtype)

@@ -90,7 +90,7 @@ def test_generate_says_what_the_model_says(
 ) -> None:
     done = run([*GENERATE, *drafter, "--json"], folders)
     assert done.exit_code == 0
-    assert done.stderr == ""
+    assert done.stderr == "" or "{windowed}" in drafter  # a stranger, which is said
     said = json.loads(done.stdout)
     assert said.keys() == {
         "text", "tokens", "finish_reason", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SpecDecError
-from .hub import catalogue, fetch
+from .hub import catalogue, fetch, snapshot
 from .precision import check_dtype, to_dtype
 
 if TYPE_CHECKING:
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _log = logging.getLogger(__name__)
+
+# Of a Hub repository, what a model needs: as mlx-lm, with the heads beside the shards, and no code.
+MODEL_FILES = (
+    "*.json",
+    "model*.safetensors",
+    "*mtp*.safetensors",
+    "mtp/*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+)
 
 
 def load(
@@ -54,18 +68,9 @@ def load(
 
                 model = load_adapters(model, str(adapter_path))
         else:
-            import mlx_lm
-
-            model, tokenizer = mlx_lm.load(
-                str(path or source),
-                tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
-                model_config=dict(model_config or {}),
-                adapter_path=None if adapter_path is None else str(adapter_path),
-                lazy=True,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-            )
-            _add_ends(tokenizer, _folder(path, source, revision))
+            wanted = (*MODEL_FILES, "*.py") if trust_remote_code else MODEL_FILES
+            folder = path or snapshot(str(source), revision, wanted)
+            model, tokenizer = _load_folder(folder, tokenizer_config, model_config, adapter_path, trust_remote_code)
         if dtype is not None:
             model = to_dtype(model, dtype)
         if not lazy:
@@ -97,13 +102,43 @@ def find(source: str | PathLike[str]) -> Path | None:
     return None
 
 
-def _folder(path: Path | None, repository: str | PathLike[str], revision: str | None) -> Path:
-    """Where the files of a loaded checkpoint lie."""
-    if path is not None:
-        return path
-    from huggingface_hub import try_to_load_from_cache
+def _load_folder(
+    folder: Path,
+    tokenizer_config: Mapping[str, Any] | None,
+    model_config: Mapping[str, Any] | None,
+    adapter_path: str | PathLike[str] | None,
+    trust_remote_code: bool,
+) -> "tuple[nn.Module, TokenizerWrapper]":
+    """As mlx-lm's `load`, but that heads which a checkpoint carries beside its trunk never make it fail."""
+    from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
-    return Path(str(try_to_load_from_cache(str(repository), "config.json", revision=revision))).parent
+    from .drafter import kind_of, made_for
+    from .folder import Folder
+    from .mtp_layout import trunk_classes
+
+    files = Folder(folder)
+    if kind := kind_of(files):
+        raise CheckpointError(
+            f"{folder} is a drafter ({kind}) and not a model; give it with --drafter, and as the model the one it was "
+            f"made for{made_for(files)}"
+        )
+    files.files()  # a missing shard is named
+    model, config = load_model(
+        folder,
+        lazy=True,
+        model_config=dict(model_config or {}),
+        get_model_classes=trunk_classes,
+        trust_remote_code=trust_remote_code,
+    )
+    if adapter_path is not None:
+        model = load_adapters(model, str(adapter_path))
+    tokenizer = load_tokenizer(
+        folder,
+        {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+        eos_token_ids=config.get("eos_token_id"),
+    )
+    _add_ends(tokenizer, folder)
+    return model, tokenizer
 
 
 def _add_ends(tokenizer: "TokenizerWrapper", folder: Path) -> None:

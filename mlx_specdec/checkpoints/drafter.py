@@ -45,3 +45,10 @@ def read_network(folder: Folder, kind: str) -> "nn.Module":
     """The network of a drafter's folder, with its weights. Raises CheckpointError."""
     reader: Any = import_module(f".{kind}", __package__)
     return reader.read(folder)
+
+
+def made_for(folder: Folder) -> str:
+    """In words for a message: the model that a drafter's config names, if it names one."""
+    speculators = folder.config.get("speculators_config") or {}
+    name = (speculators.get("verifier") or {}).get("name_or_path") or folder.config.get("base_model_name_or_path")
+    return f", {name}" if name else ""

@@ -23,7 +23,7 @@ class Folder:
         try:
             self.config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except OSError as error:
-            raise CheckpointError(f"{path} has no config.json that can be read; give a drafter's folder") from error
+            raise CheckpointError(f"{path} has no config.json that can be read; give the folder of a checkpoint") from error
         except ValueError as error:
             raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}; fetch it again") from error
         if not isinstance(self.config, dict):

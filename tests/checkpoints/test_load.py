@@ -122,10 +122,8 @@ def test_a_hub_id_that_cannot_be_had_is_one_sentence(monkeypatch):
     def offline(*_, **__):
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr("mlx_lm.load", offline)
-    with pytest.raises(
-        CheckpointError, match=r"^owner/name cannot be loaded \(ConnectionError: no route to host\); check the name"
-    ):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(CheckpointError, match=r"^owner/name cannot be fetched \(no route to host\); check the name"):
         checkpoints.load("owner/name")
 
 
@@ -149,21 +147,38 @@ def break_folder(folder: Path, how: str) -> None:
         case "weights cut":
             whole = (folder / "model.safetensors").read_bytes()
             (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        case "a shard is missing" | "a shard elsewhere":
+            name = "../model.safetensors" if how == "a shard elsewhere" else "model-2.safetensors"
+            index = {"weight_map": {"a": "model.safetensors", "b": name}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "a drafter":
+            (folder / "config.json").write_text(json.dumps({"speculators_model_type": "eagle3"}))
         case "code of its own":
             (folder / "config.json").write_text(json.dumps(config | {"model_file": "evil.py"}))
             (folder / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
 
 
+BROKEN = {
+    "empty": "has no config.json",
+    "no weights": "holds no .safetensors file",
+    "config is not JSON": "is not JSON",
+    "unknown model": "klingon not supported",
+    "no model type": "cannot be loaded",
+    "a layer too many": "Missing",
+    "weights cut": "cannot be loaded",
+    "a shard is missing": "names model-2.safetensors, which is missing",
+    "a shard elsewhere": "names the file '../model.safetensors', which is not in its folder",
+    "code of its own": "evil.py",
+    "a drafter": r"is a drafter \(eagle3\) and not a model; give it with --drafter",
+}
+
+
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize(
-    "how",
-    ["empty", "no weights", "config is not JSON", "unknown model", "no model type", "a layer too many", "weights cut",
-     "code of its own"],
-)  # fmt: skip
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_folder_is_one_sentence(tmp_path, how):
     write_folder(tmp_path / "folder")
     break_folder(tmp_path / "folder", how)
-    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+    with pytest.raises(CheckpointError, match=BROKEN[how]) as caught:
         checkpoints.load(tmp_path / "folder")
     assert "\n" not in str(caught.value)
 
