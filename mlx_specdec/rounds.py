@@ -84,6 +84,7 @@ def rounds(
         if not wanted and remaining > 1 and chain.length.look_ahead():
             mx.async_eval(this)
             sequence.settle(1)
+            this = this._replace(features=sequence.known(this.features, 1))
             sampler.advance([last])
             ahead = _verify(sequence, this.verdict.tokens, NOTHING, sampler)
             mx.async_eval(ahead)
@@ -98,8 +99,9 @@ def rounds(
         committed = [last, *tokens[:-1]]
         if ahead is None:
             sequence.settle(len(committed))
+            this = this._replace(features=sequence.known(this.features, len(committed)))
             sampler.advance(committed)
-        chain.observe(committed, this.features and this.features.head(len(committed)))
+        chain.observe(committed, this.features)
         chain.settle(drafted, accepted)
         last = tokens[-1]
         remaining -= len(tokens)

@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from ..errors import OptionError
+from ..errors import OptionError, PairingError
 from ..features import FeatureRequest, Features
 from .ends import Ends
 from .mixers import Mixers
-from .rewind import Rewinder, SinkWindow, leaves, recurrent
+from .rewind import Rewinder, SinkWindow, attends, leaves, recurrent
 from .taps import Taps
 
 
@@ -75,8 +75,20 @@ class Target:
 
     def watch(self, wants: FeatureRequest) -> None:
         """Let passes from now on hand out the features of `wants`. Raises PairingError when the model lacks a layer."""
+        caches = self._make_caches() if wants.keys_values else []
+        for layer in wants.keys_values:
+            if not (0 <= layer < len(caches) and attends(caches[layer])):
+                raise PairingError(
+                    f"the drafter reads the keys and values of layer {layer}, and the target has none there; "
+                    "use a drafter made for this target"
+                )
         if wants:
             self.taps = Taps(self.model, wants)
+
+    @property
+    def remembering(self) -> int:
+        """How many of its layers have a cache: the first ones. Layers after them read what those remember."""
+        return len(self._make_caches())
 
     @property
     def ends(self) -> Ends:
@@ -171,7 +183,7 @@ class Sequence:
             mx.eval(self.state)
             if progress:
                 progress(self.offset, len(prompt))
-            yield chunk, features
+            yield chunk, self.known(features, len(chunk))
             mx.clear_cache()
         self._keep_sinks()
 
@@ -195,6 +207,15 @@ class Sequence:
         if not self._quantized and self.offset >= self.options.quantized_kv_start:
             self._replace(lambda c: hasattr(c, "to_quantized"), self._quantize)
             self._quantized = True
+
+    def known(self, features: Features | None, keep: int) -> Features | None:
+        """What drafters observe of the first `keep` tokens of a pass that gave `features`, once they are settled: the
+        keys and values are those of now."""
+        if features is None or self.target.taps is None:
+            return None
+        layers = self.target.taps.wants.keys_values
+        held = tuple(self._rewinder.keys_values(self._caches[layer]) for layer in layers)
+        return features.head(keep)._replace(keys_values=held)
 
     def _quantize(self, cache: Any) -> Any:
         return cache.to_quantized(group_size=self.options.kv_group_size, bits=self.options.kv_bits)

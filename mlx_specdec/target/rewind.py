@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
 )
 
 from ..errors import UnsupportedModelError
+from ..features import KeysValues
 from .mixers import Mixers, Tape
 
 
@@ -39,6 +40,14 @@ class KeyValues:
 
     def cut(self, mark: int, rows: int, keep: int) -> None:
         self.cache.trim(rows - keep)
+
+    def read(self) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, n, dim] of its tokens, in their order."""
+        keys, values = self.cache.keys_and_values()
+        if isinstance(self.cache, QuantizedKVCache):
+            width = {"group_size": self.cache.group_size, "bits": self.cache.bits}
+            return mx.dequantize(*keys, **width), mx.dequantize(*values, **width)
+        return keys, values
 
 
 class Window:
@@ -73,6 +82,17 @@ class Window:
             size,
             index - drop,
         )
+
+    def read(self) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, n, dim] of the tokens it still holds, in their order: the ring unrolled."""
+        keys, values, offset, sinks, _, index = self.cache.state
+        if index == keys.shape[2] or index >= offset:
+            return keys[..., :index, :], values[..., :index, :]
+
+        def unrolled(rows: mx.array) -> mx.array:
+            return mx.concatenate([rows[..., :sinks, :], rows[..., index:, :], rows[..., sinks:index, :]], axis=2)
+
+        return unrolled(keys), unrolled(values)
 
 
 class Recurrent:
@@ -164,6 +184,13 @@ class Rewinder:
         self.offset -= total - keep
         self._check()
 
+    def keys_values(self, cache: Any) -> KeysValues:
+        """What `cache`, one of those that are rewound, holds of the tokens that stand. Call it after `settle`."""
+        entry = next(e for e in self.entries if e.cache is cache)
+        assert not isinstance(entry, Recurrent), "a recurrent state has no keys"
+        keys, values = entry.read()
+        return KeysValues(keys[0], values[0])  # of the only sequence; an index gives arrays apart from the cache's own
+
     def _cut(self, index: int, keep: int) -> None:
         """Back to the state after the first `keep` rows of pass `index`."""
         rows, marks = self._passes[index]
@@ -191,6 +218,11 @@ def leaves(caches: list) -> list:
     for cache in caches:
         flat.extend(leaves(list(cache.caches)) if isinstance(cache, CacheList) else [cache])
     return flat
+
+
+def attends(cache: Any) -> bool:
+    """Whether it holds keys and values, token by token."""
+    return isinstance(cache, KVCache | QuantizedKVCache | ChunkedKVCache | RotatingKVCache)
 
 
 def recurrent(caches: list) -> list:

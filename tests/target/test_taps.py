@@ -74,4 +74,4 @@ def test_head_of_features() -> None:
     features = Features((mx.arange(6).reshape(3, 2),), mx.arange(3).reshape(3, 1))
     assert features.head(2).layers[0].tolist() == [[0, 1], [2, 3]]
     assert features.head(2).final.tolist() == [[0], [1]]
-    assert Features((), None).head(2) == ((), None)
+    assert Features((), None).head(2) == Features((), None)
