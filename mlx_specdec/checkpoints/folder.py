@@ -10,8 +10,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
+from .pickled import read_pickled
 
 FEW = 8  # names listed in a message
+PICKLED = (".bin", ".pt", ".pth")
+
+# An index of shards, and the files that there are without one. Other .bin and .pt files are states of a training.
+FORMS = (
+    ("model.safetensors.index.json", ("*.safetensors",)),
+    ("pytorch_model.bin.index.json", ("pytorch_model*.bin", "medusa_lm_head.pt")),
+)
 
 
 class Folder:
@@ -23,8 +31,10 @@ class Folder:
         try:
             self.config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except OSError as error:
-            raise CheckpointError(f"{path} has no config.json that can be read; give the folder of a checkpoint") from error
-        except ValueError as error:
+            raise CheckpointError(
+                f"{path} has no config.json that can be read; give the folder of a checkpoint"
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}; fetch it again") from error
         if not isinstance(self.config, dict):
             raise CheckpointError(f"{path / 'config.json'} is not a JSON object; fetch it again")
@@ -33,29 +43,47 @@ class Folder:
         """All tensors of all shards, unevaluated. Raises CheckpointError for a file that is missing or damaged."""
         tensors: dict[str, mx.array] = {}
         for file in self.files():
-            try:
-                loaded = mx.load(str(file))
-            except (RuntimeError, ValueError) as error:
-                raise CheckpointError(f"{file} cannot be read: {error}; fetch it again") from error
-            assert isinstance(loaded, dict)
-            tensors |= loaded
+            tensors |= read_tensors(file)
         return tensors
 
     def files(self) -> list[Path]:
-        """The files that hold the tensors. Raises CheckpointError when there are none or the index is wrong."""
-        index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            for name in sorted(names):
-                if Path(name).name != name:
-                    raise CheckpointError(f"{index} names the file {name!r}, which is not in its folder; do not use it")
-                if not (self.path / name).exists():
-                    raise CheckpointError(f"{index} names {name}, which is missing; fetch the checkpoint again")
-            return [self.path / name for name in sorted(names)]
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{self.path} holds no .safetensors file; fetch the checkpoint again")
-        return files
+        """The files that hold the tensors, safetensors before PyTorch's own if there are both.
+
+        Raises CheckpointError when there are none or the index is wrong.
+        """
+        for index, patterns in FORMS:
+            if (self.path / index).exists():
+                return self._indexed(self.path / index)
+            if files := sorted(file for pattern in patterns for file in self.path.glob(pattern)):
+                return files
+        raise CheckpointError(f"{self.path} holds no .safetensors file and no pytorch_model.bin; fetch the checkpoint "
+                              "again")  # fmt: skip
+
+    def _indexed(self, index: Path) -> list[Path]:
+        """The shards that an index names, each once."""
+        try:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            names = sorted({str(Path(name)) for name in places})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{index} is not an index of shards ({error!r}); fetch it again") from error
+        for name in names:
+            if Path(name).name != name or name == "..":
+                raise CheckpointError(f"{index} names the file {name!r}, which is not in its folder; do not use it")
+            if not (self.path / name).is_file():
+                raise CheckpointError(f"{index} names {name}, which is missing; fetch the checkpoint again")
+        return [self.path / name for name in names]
+
+
+def read_tensors(file: Path) -> dict[str, mx.array]:
+    """The tensors of one file, unevaluated: safetensors, or PyTorch's format, of which nothing is run."""
+    if file.suffix in PICKLED:
+        return read_pickled(file)
+    try:
+        loaded = mx.load(str(file))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; fetch it again") from error
+    assert isinstance(loaded, dict)
+    return loaded
 
 
 def fill(network: nn.Module, tensors: dict[str, mx.array], folder: Folder) -> None:
