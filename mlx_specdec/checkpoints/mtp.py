@@ -109,10 +109,10 @@ def _build(folder: Folder, layout: Layout, heads: list[Tensors], model: nn.Modul
     )
     network = MtpNetwork(config, [_block(model.layers[index], args, index) for _ in heads])
     converted = [_converted(head, layout, model, index, folder) for head in heads]
-    tensors = {f"layers.{i}.{name}": value for i, head in enumerate(converted) for name, value in head.items()}
+    tensors = {f"heads.{i}.{name}": value for i, head in enumerate(converted) for name, value in head.items()}
     if layout.zero_centred and (raw or _zero_centred(tensors, model, index)):
         tensors = {name: value + 1 if NORM.search(name) else value for name, value in tensors.items()}
-    _quantise(network, tensors)
+    _quantise(network, tensors, folder)
     fill(network, tensors, folder)
     evaluate(network)
     return network
@@ -152,11 +152,10 @@ def _converted(head: Tensors, layout: Layout, model: nn.Module, index: int, fold
     norms = {name: value for name, value in head.items() if NORM.search(name)}
     others = {path + name: value for name, value in head.items() if name not in norms}
     try:
-        others = model.sanitize(others)
+        others = _stacked({name.removeprefix(path): value for name, value in model.sanitize(others).items()})
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{folder.path} has an MTP head that does not fit a layer of its target: {error}; "
                               "fetch it again") from error  # fmt: skip
-    inner = norms | _stacked({name.removeprefix(path): value for name, value in others.items()})
     names = {
         layout.projection: "eh_proj",
         layout.embedding_norm: "enorm",
@@ -164,7 +163,7 @@ def _converted(head: Tensors, layout: Layout, model: nn.Module, index: int, fold
         layout.norm: "norm",
     }
     tensors = {}
-    for name, value in inner.items():
+    for name, value in (norms | others).items():
         module, _, kind = name.rpartition(".")
         tensors[f"{names[module]}.{kind}" if module in names else f"block.{name}"] = value
     return tensors
@@ -196,9 +195,9 @@ def _zero_centred(tensors: Tensors, model: nn.Module, index: int) -> bool:
     distances = []
     for name, value in tensors.items():
         if NORM.search(name):
-            same = own.get(re.sub(r"^layers\.\d+\.", "", name))
+            same = own.get(re.sub(r"^heads\.\d+\.", "", name))
             distances.append(value.mean() - (1 if same is None else same.mean()))
-    return bool((mx.sort(mx.stack(distances))[len(distances) // 2] < -0.5).item())
+    return bool(distances) and bool((mx.sort(mx.stack(distances))[len(distances) // 2] < -0.5).item())
 
 
 def _flat(module: nn.Module) -> Tensors:
@@ -207,7 +206,7 @@ def _flat(module: nn.Module) -> Tensors:
     return dict(tree_flatten(module.parameters()))
 
 
-def _quantise(network: nn.Module, tensors: Tensors) -> None:
+def _quantise(network: nn.Module, tensors: Tensors, folder: Folder) -> None:
     """As the shapes of the tensors say, which cannot be at odds with them as a config can."""
     from mlx_lm.utils import infer_quant_config
 
@@ -215,7 +214,11 @@ def _quantise(network: nn.Module, tensors: Tensors) -> None:
         packed = f"{name}.scales" in tensors and hasattr(module, "to_quantized")
         return infer_quant_config(name, module, tensors) if packed else False
 
-    nn.quantize(network, class_predicate=chosen)
+    try:
+        nn.quantize(network, class_predicate=chosen)
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path} has MTP heads quantised in another way than mlx-lm's: {error}; use dense "
+                              "ones") from error  # fmt: skip
 
 
 def _shell(folder: Folder) -> nn.Module:

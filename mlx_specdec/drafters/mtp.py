@@ -10,7 +10,7 @@ from ..features import FeatureRequest, Features
 from ..networks.mtp import MtpNetwork
 from ..sampling import Sampler
 from .base import NOTHING, Draft, Drafter
-from .heads import CHUNK, HeadDrafter
+from .heads import CHUNK, HeadDrafter, drawable
 from .pairing import MadeFor, check_sizes
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class MtpModel:
         config = self._network.config
         check_sizes(self.name, MadeFor(config.hidden, config.target_layers, config.vocab), target)
         head = MtpHead(self._network, target)
-        if len(self._network.layers) > 1:
-            return partial(HeadsInTurn, self.name, head, len(self._network.layers))
+        if len(self._network.heads) > 1:
+            return partial(HeadsInTurn, self.name, head, len(self._network.heads))
         return partial(HeadDrafter, self.name, head, WANTS, MAX_DRAFT)
 
 
@@ -100,7 +100,7 @@ class HeadsInTurn:
         for step in range(min(limit, self.max_draft)):
             hidden = mx.concatenate(self._waiting[step] + made)
             output, passed_on = self._rows(step, hidden, fed)
-            token, q = sampler.draft(self._head.logits(output[-1:]), mx.concatenate(fed))
+            token, q = sampler.draft(drawable(self._head.logits(output[-1:])), mx.concatenate(fed))
             fed.append(token)
             if q is not None:
                 probs.append(q)

@@ -55,18 +55,18 @@ class MtpNetwork(nn.Module):
     def __init__(self, config: MtpConfig, blocks: list[nn.Module]):
         super().__init__()
         self.config = config
-        self.layers = [MtpLayer(config, block) for block in blocks]
+        self.heads = [MtpLayer(config, block) for block in blocks]
 
     def make_cache(self) -> list[KVCache]:
         """One for each head. A position is a row's number, since a rotary position matters only next to others."""
-        return [KVCache() for _ in self.layers]
+        return [KVCache() for _ in self.heads]
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: KVCache, step: int) -> tuple[mx.array, mx.array]:
         """Rows of head `step`: embedded tokens and hidden, both [n, hidden], in any dtype.
 
         Returns [n, hidden] for the vocabulary head, and [n, hidden] for the rows that come after.
         """
-        layer = self.layers[step]
-        dtype = layer.hnorm.weight.dtype
-        post, pre = layer(embedded.astype(dtype), hidden.astype(dtype), cache)
+        head = self.heads[step]
+        dtype = head.hnorm.weight.dtype
+        post, pre = head(embedded.astype(dtype), hidden.astype(dtype), cache)
         return post, post if self.config.recurrence == "post" else pre

@@ -2,6 +2,7 @@
 
 import mlx_specdec  # noqa: F401  # isort: skip
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,7 +28,7 @@ from mlx_specdec.features import Features
 from mlx_specdec.networks.mtp import MtpConfig, MtpNetwork
 from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import Target
-from tests import zoo
+from tests import law, zoo
 from tests.scripted import drafted, drafted_rounds, plain
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -121,7 +122,7 @@ def test_recurrence_before_the_last_norm(name: str) -> None:
 
 def broken(network: MtpNetwork, how: str) -> None:
     """Undo with the same call again."""
-    layer = network.layers[0]
+    layer = network.heads[0]
     if how == "hidden first":
         layer.hidden_first = not layer.hidden_first
     elif how == "norms swapped":
@@ -286,6 +287,29 @@ def test_sampled_drafts_say_what_they_were_drawn_from(count: int, rule: str) -> 
     assert draft.probs is not None
     assert draft.probs.shape == (2, target.vocab)
     assert mx.allclose(draft.probs.sum(-1), mx.ones(2))
+
+
+@pytest.mark.parametrize(("count", "rule"), [(1, "token"), (2, "block")])
+def test_the_law_of_the_output_is_the_targets(count: int, rule: str) -> None:
+    """Of the first three tokens, from drafts of two by heads that are right now and then."""
+    model, prompt, runs = zoo.build("glm4_moe", vocab=5, num_hidden_layers=2), [0, 1, 2], 500
+    target = Target(model)
+    target.watch(in_turn.WANTS)
+    make = MtpModel(random_heads(model, count)).pair(target)
+    seen: Counter[tuple[int, ...]] = Counter()
+    stood = refused = 0
+    for seed in range(runs):
+        sampler = Sampler(SamplingParams(temperature=1.5, seed=seed, acceptance=rule), prompt)
+        ids: list[int] = []
+        for emitted in drafted_rounds(target.sequence(), prompt, sampler, 5, make(), 2):
+            ids += emitted.tokens
+            stood += emitted.accepted
+            refused += emitted.drafted - emitted.accepted
+            if len(ids) >= 3:
+                break
+        seen[tuple(ids[:3])] += 1
+    assert min(stood, refused) > runs / 10
+    assert law.misfit(seen, law.exact(model, prompt, 3, 5, {"temperature": 1.5})) < 1
 
 
 def test_heads_in_a_decoder() -> None:
