@@ -8,7 +8,6 @@ family's own `sanitize`, which gets a head's layer under the name of a trunk lay
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from ..errors import CheckpointError
 from ..networks.mtp import MtpConfig, MtpNetwork
 from ..target.model import evaluate
 from ..target.taps import trunk
-from .folder import Folder, fill
+from .folder import Folder, fill, read_tensors
 from .mtp_layout import LAYOUTS, Layout, Tensors, declared, module_of, settings
 
 SIDECARS = ("mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors")
@@ -71,20 +70,11 @@ def _sources(folder: Folder) -> Iterator[tuple[Tensors, bool]]:
         if not (folder.path / named).is_file():
             raise CheckpointError(f"{folder.path} names the file {named!r} for its MTP heads, which is missing; "
                                   "fetch the checkpoint again")  # fmt: skip
-        yield _load(folder.path / named), True
+        yield read_tensors(folder.path / named), True
     for name in SIDECARS:
         if (folder.path / name).is_file():
-            yield _load(folder.path / name), True
+            yield read_tensors(folder.path / name), True
     yield folder.tensors(), str(folder.config.get("model_type", "")).endswith("_mtp")
-
-
-def _load(file: Path) -> Tensors:
-    try:
-        loaded = mx.load(str(file))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; fetch it again") from error
-    assert isinstance(loaded, dict)
-    return loaded
 
 
 def _unconverted(tensors: Tensors) -> bool:
