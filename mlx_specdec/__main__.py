@@ -3,6 +3,7 @@
 import click
 
 from .bench import command as bench
+from .convert import command as convert
 from .generate import command as generate
 from .prove import command as prove
 
@@ -14,6 +15,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(convert)
 main.add_command(generate)
 main.add_command(prove)
 

@@ -1,0 +1,110 @@
+"""The MTP heads of a model, taken along: mlx-lm drops them, so they go into a file beside its shards."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..networks.mtp import MtpConfig, MtpNetwork
+from .conversion_options import Config, Numbers, cast, dense, forms, quantising
+from .conversion_source import SIDECARS
+from .folder import Folder, read_tensors
+from .mtp import read_heads
+from .mtp_layout import LAYOUTS, MIMO, NEXTN, QWEN, Layout, declared, module_of, settings, trunk_classes
+from .writing import Tensors, save
+
+PROJECTION = "eh_proj"  # which joins two inputs of different size: kept as it is, like the norms
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """How the heads of its family are named; None for families whose heads are not known."""
+    return LAYOUTS.get(module_of(type(model.layers[0])))
+
+
+def heads_of(folder: Folder, model: nn.Module) -> MtpNetwork | None:
+    """The heads in a checkpoint's files; None if it has none, whatever its config says, or none that are known.
+
+    Raises CheckpointError for heads that are damaged.
+    """
+    layout, layers = layout_of(model), settings(folder.config).get("num_hidden_layers", 0)
+    if layout is None:
+        return None
+    named = (folder.config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
+    beside = named is not None or any((folder.path / name).is_file() for name in SIDECARS)
+    if beside or any(layout.of_a_head(name, layers) for file in folder.files() for name in read_tensors(file)):
+        return read_heads(folder, model)
+    return None
+
+
+def note_on_heads(folder: Folder) -> str | None:
+    """What is to be said of a model converted without heads, if its config speaks of some."""
+    count = declared(folder.config)
+    return f"{folder.path} declares {count} MTP head(s) and holds none that can be used" if count else None
+
+
+def with_numbers(network: MtpNetwork, numbers: Numbers, dtype: str | None, model: nn.Module) -> None:
+    """Give the heads of `model` the numbers asked for, lazily and in place."""
+    if numbers.must_be_dense(network):
+        dense(network, dtype)
+    if dtype is not None:
+        cast(network, dtype)
+    if not numbers.quantize:
+        return
+    predicate = numbers.predicate(model)
+    like = next(path for path, module in model.named_modules() if module is model.layers[-1])
+
+    def chosen(path: str, module: nn.Module) -> bool | Config:
+        if path.endswith(PROJECTION) or not hasattr(module, "to_quantized"):
+            return False
+        inner = path.partition(".block.")[2]  # asked about as if it were a layer of the trunk
+        return predicate(f"{like}.{inner}", module)
+
+    with quantising():
+        nn.quantize(network, **numbers.form, class_predicate=chosen)
+
+
+def model_of_heads(folder: Folder) -> tuple[nn.Module, Layout]:
+    """The target of heads in a folder of their own, from their config and without weights, and how they are named.
+
+    Raises CheckpointError.
+    """
+    config = folder.config | {"model_type": str(folder.config["model_type"]).removesuffix("_mtp")}
+    classes: Any = trunk_classes(config)
+    kind, args = classes
+    return kind(args.from_dict(config)), LAYOUTS[module_of(kind)]
+
+
+def write_heads(file: Path, network: MtpNetwork, layout: Layout) -> dict[str, Config]:
+    """Write the heads' file; returns how its modules are quantised, for the config. Raises OSError."""
+    name = partial(_published, layout=layout, config=network.config, alone=len(network.heads) == 1)
+    parameters: Any = tree_flatten(network.parameters())
+    tensors: Tensors = {name(path): value for path, value in parameters}
+    for value in tensors.values():
+        mx.eval(value)
+    save(file, tensors)
+    return {name(path): form for path, form in forms(network).items()}
+
+
+def _published(path: str, layout: Layout, config: MtpConfig, alone: bool) -> str:
+    """The name of a head's tensor or module in its family's checkpoints, but for experts, which are in mlx's form."""
+    _, number, rest = path.split(".", 2)
+    module, dot, kind = rest.partition(".")
+    if module == "block":
+        return _place(layout, int(number), config) + kind
+    outer = {
+        "eh_proj": layout.projection,
+        "enorm": layout.embedding_norm,
+        "hnorm": layout.hidden_norm,
+        "norm": layout.norm,
+    }
+    shared = alone and layout is QWEN
+    return ("mtp." if shared else _place(layout, int(number), config)) + outer[module] + dot + kind
+
+
+def _place(layout: Layout, number: int, config: MtpConfig) -> str:
+    if layout is NEXTN:
+        return f"model.layers.{(config.target_layers or 0) + number}."
+    return f"model.mtp_layers.{number}." if layout is MIMO else f"mtp.layers.{number}."

@@ -1,0 +1,124 @@
+"""What a conversion reads: the files of a checkpoint, found, checked, and laid out as mlx-lm reads them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ..errors import CheckpointError
+from .folder import Folder, read_tensors
+from .hub import snapshot
+from .mtp_layout import trunk_classes
+from .writing import save
+
+SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")  # of heads: no part of the trunk
+# Of a repository, only what the result or the conversion needs, and of its formats only the first that it has.
+SMALL = (
+    *("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tokenization_*.py"),
+    *("LICENSE*", "NOTICE*", "additional_chat_templates/*"),
+)
+FORMATS = (
+    ("model*.safetensors", "*mtp*.safetensors", "mtp/*.safetensors"),
+    ("*.safetensors",),
+    ("pytorch_model*.bin", "*.pt"),
+    ("*.onnx", "*.onnx*data*"),
+    ("onnx/decoder_model_merged.onnx*", "onnx/model.onnx*"),
+)
+COPIED = (
+    *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
+    *("generation_config.json", "LICENSE*", "NOTICE*"),
+)
+
+
+def fetched(repository: str, revision: str | None) -> Path:
+    """The folder of a Hub repository with what a conversion needs. Raises CheckpointError."""
+    folder = snapshot(repository, revision, SMALL)
+    for files in FORMATS:
+        folder = snapshot(repository, revision, (*SMALL, *files))
+        if any(path for pattern in files for path in folder.glob(pattern)):
+            break
+    return folder
+
+
+def staged(folder: Folder, stage: Path) -> Folder:
+    """The folder `stage` with the config and the weights of `folder` as mlx-lm reads them: the shards that are meant,
+    no others, under names that it looks for. PyTorch's files are read and written anew, one in memory at a time.
+
+    Raises CheckpointError for a file that cannot be read, and for a folder without weights.
+    """
+    stage.mkdir()
+    for number, file in enumerate(_shards(folder), 1):
+        name = stage / f"model-{number:05d}.safetensors"
+        tensors = read_tensors(file)  # unread, but known to be there
+        if file.suffix == ".safetensors":
+            name.symlink_to(file.resolve())
+        else:
+            save(name, tensors)
+    for kept in ("config.json", "hf_quant_config.json"):
+        if (folder.path / kept).is_file():
+            shutil.copyfile(folder.path / kept, stage / kept)
+    return Folder(stage)
+
+
+def _shards(folder: Folder) -> list[Path]:
+    """Without an index a file of heads, or the same weights in another format (consolidated.*), may be among them."""
+    files = [file for file in folder.files() if file.name not in SIDECARS]
+    return [file for file in files if file.name.startswith("model")] or files
+
+
+def original(folder: Folder, stage: Folder) -> Folder:
+    """The one to read tensors by name from, which a message should name if that can be."""
+    return folder if all(file.suffix == ".safetensors" for file in folder.files()) else stage
+
+
+def lazy_model(folder: Folder, stage: Folder) -> tuple[nn.Module, dict[str, Any]]:
+    """The mlx-lm model of a staged checkpoint, its parameters unread, heads left out, and its config.
+
+    Raises CheckpointError, speaking of `folder`.
+    """
+    from mlx_lm.utils import load_model
+
+    _check_architecture(folder)
+    try:
+        return load_model(stage.path, lazy=True, get_model_classes=trunk_classes)
+    except Exception as error:  # a checkpoint can be wrong in as many ways as mlx-lm's models have exceptions
+        said = " ".join(str(error).split())[:300].rstrip(".").replace(str(stage.path), str(folder.path))
+        raise CheckpointError(f"{folder.path} does not fit its config.json ({type(error).__name__}: {said}); "
+                              "fetch it again") from error  # fmt: skip
+
+
+def _check_architecture(folder: Folder) -> None:
+    from mlx_lm import __version__
+
+    config = folder.config
+    kind = config.get("model_type")
+    if config.get("model_file") is not None:
+        raise CheckpointError(
+            f"{folder.path} brings its own model code ({config['model_file']!r}), which is not run; use mlx_lm.convert "
+            "if you trust it"
+        )
+    try:
+        if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
+            raise ValueError
+        trunk_classes(config)
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder.path} has the model_type {kind!r}, for which mlx-lm {__version__} has no model; update mlx-lm or "
+            "convert another model"
+        ) from error
+
+
+def copy_small_files(folder: Path, result: Path) -> None:
+    """The tokenizer, the chat template, how to generate, and the licence. No code, unless the tokenizer is made of it:
+    then it is copied, not run."""
+    patterns = list(COPIED)
+    if (file := folder / "tokenizer_config.json").is_file() and "auto_map" in file.read_text(encoding="utf-8"):
+        patterns.append("*.py")
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            if file.is_file():
+                target = result / file.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)

@@ -1,0 +1,565 @@
+"""`convert`: the same tensors as mlx-lm's own conversion, heads and drafters kept, little memory, nothing half done."""
+
+import mlx_specdec  # noqa: F401  # isort: skip
+
+import dataclasses
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from mlx.utils import tree_flatten
+from mlx_lm.convert import convert as mlx_lm_convert
+
+from mlx_specdec import CheckpointError, OptionError
+from mlx_specdec.checkpoints import load
+from mlx_specdec.checkpoints.conversion import convert
+from mlx_specdec.checkpoints.conversion_options import Numbers
+from mlx_specdec.checkpoints.drafter import read_network
+from mlx_specdec.checkpoints.folder import Folder
+from mlx_specdec.checkpoints.mtp import read_heads
+from mlx_specdec.convert import command
+from tests import zoo
+from tests.checkpoints import torch_files
+from tests.checkpoints.tiny_gguf import TinyGGUF, logits
+
+GOLDEN = Path(__file__).parent / "golden"
+Tensors = dict[str, mx.array]
+
+
+def checkpoint(
+    folder: Path, model: nn.Module, *, shards: int = 2, config: dict[str, Any] | None = None, dtype: Any = None
+) -> Path:
+    """A Hugging Face folder of `model` with a tokenizer, in so many shards with an index."""
+    folder.mkdir()
+    args: Any = model.args
+    tensors: Tensors = {n: x.astype(dtype or x.dtype) for n, x in tree_flatten(model.parameters())}  # type: ignore[misc]
+    names, places = list(tensors), {}
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
+        mx.save_safetensors(str(folder / file), {name: tensors[name] for name in part})
+        places |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(args) | (config or {})))
+    zoo.tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 298}')
+    return folder
+
+
+def tensors_of(folder: Path, pattern: str = "model*.safetensors") -> Tensors:
+    tensors: Tensors = {}
+    for file in folder.glob(pattern):
+        tensors |= mx.load(str(file))  # type: ignore[arg-type]
+    return tensors
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def same(ours: Tensors, theirs: Tensors) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == theirs[name].dtype and mx.array_equal(ours[name], theirs[name]).item() for name in theirs
+    )
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "4 bits": {"quantize": True},
+    "8 bits in groups of 32": {"quantize": True, "q_bits": 8, "q_group_size": 32},
+    "mxfp4": {"quantize": True, "q_mode": "mxfp4"},
+    "mixed bits": {"quantize": True, "quant_predicate": "mixed_3_6", "q_group_size": 32},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_very_tensors_and_config_of_mlx_lm(tmp_path: Path, form: str) -> None:
+    source = checkpoint(tmp_path / "source", zoo.build("llama", vocab=300, hidden_size=64, num_hidden_layers=8))
+    convert(str(source), tmp_path / "ours", Numbers(**FORMS[form]))
+    mlx_lm_convert(str(source), str(tmp_path / "theirs"), **FORMS[form])
+    assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    theirs = config_of(tmp_path / "theirs")
+    assert theirs.pop("eos_token_id") == 298  # out of generation_config.json, which goes along as it is
+    assert config_of(tmp_path / "ours") == theirs
+
+
+@pytest.mark.parametrize("form", ["as it is", "4 bits"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "gemma3_text", "deepseek_v3", "falcon_h1", "phi3", "qwen3_5"])
+def test_other_architectures(tmp_path: Path, name: str, form: str) -> None:
+    """Tied heads, stacked experts, projections that are split, precision that is kept."""
+    model = zoo.build(name, vocab=300, hidden_size=64, moe_intermediate_size=64)
+    source = checkpoint(tmp_path / "source", model, config={"torch_dtype": "float16"})
+    options = FORMS[form] | ({"q_group_size": 32} if FORMS[form] else {})
+    convert(str(source), tmp_path / "ours", Numbers(**options))
+    mlx_lm_convert(str(source), str(tmp_path / "theirs"), **options)
+    assert same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    theirs = config_of(tmp_path / "theirs")
+    assert config_of(tmp_path / "ours") | {"eos_token_id": 298} == theirs
+
+
+def ids(folder: Path) -> list[int]:
+    model, tokenizer = mlx_lm.load(str(folder))
+    return [r.token for r in mlx_lm.stream_generate(model, tokenizer, [5, 7, 9, 11], max_tokens=20)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_mlx_lm_loads_it_and_generates_the_same(tmp_path: Path, tied: bool) -> None:
+    model = zoo.build("llama", vocab=300, tie_word_embeddings=tied)
+    source = checkpoint(tmp_path / "source", model)
+    if tied:  # some checkpoints hold the head all the same
+        extra = {"lm_head.weight": model.model.embed_tokens.weight}
+        mx.save_safetensors(str(source / "model-head.safetensors"), extra)
+        index = json.loads((source / "model.safetensors.index.json").read_text())
+        index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert(str(source), tmp_path / "result")
+    assert ids(tmp_path / "result") == ids(source)
+    assert len(set(ids(source))) > 4
+    assert ("lm_head.weight" in tensors_of(tmp_path / "result")) is not tied
+
+
+def test_pytorch_files(tmp_path: Path) -> None:
+    """The same folder, with .bin shards and without .safetensors."""
+    source = checkpoint(tmp_path / "source", zoo.build("llama", vocab=300))
+    pickled = shutil.copytree(source, tmp_path / "pickled", ignore=shutil.ignore_patterns("model*"))
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    for file in source.glob("model*.safetensors"):
+        arrays = {name: np.array(x) for name, x in mx.load(str(file)).items()}  # type: ignore[union-attr]
+        torch_files.save(pickled / file.name.replace("model-", "pytorch_model-").replace("safetensors", "bin"), arrays)
+    for name, file in index["weight_map"].items():
+        index["weight_map"][name] = file.replace("model-", "pytorch_model-").replace("safetensors", "bin")
+    (pickled / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    convert(str(source), tmp_path / "one")
+    convert(str(pickled), tmp_path / "other")
+    assert same(tensors_of(tmp_path / "one"), tensors_of(tmp_path / "other"))
+    assert same(tensors_of(tmp_path / "one"), tensors_of(source))
+
+
+def test_only_what_the_index_names_is_read(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", zoo.build("llama", vocab=300))
+    mx.save_safetensors(str(source / "model-old.safetensors"), {"model.norm.weight": mx.zeros(32)})
+    mx.save_safetensors(str(source / "consolidated.safetensors"), {"norm.weight": mx.zeros(32)})
+    convert(str(source), tmp_path / "result")
+    assert tensors_of(tmp_path / "result")["model.norm.weight"].sum().item() != 0
+    (source / "model.safetensors.index.json").unlink()
+    (source / "model-old.safetensors").unlink()
+    convert(str(source), tmp_path / "without_index")
+    assert same(tensors_of(tmp_path / "result"), tensors_of(tmp_path / "without_index"))
+
+
+def test_the_files_beside_the_weights(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", zoo.build("llama", vocab=300))
+    (source / "modeling_own.py").write_text("raise SystemExit")
+    (source / "README.md").write_text("a card")
+    (source / "LICENSE").write_text("a licence")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "optimizer.pt").write_bytes(b"a training state")
+    convert(str(source), tmp_path / "result")
+    assert {file.name for file in (tmp_path / "result").iterdir()} == {
+        *("config.json", "model.safetensors.index.json", "generation_config.json", "LICENSE", "chat_template.jinja"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        *(file.name for file in source.glob("*token*")),
+    }
+    assert load(tmp_path / "result")[1].encode("hello") == load(source)[1].encode("hello")
+    (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}')
+    (source / "tokenization_own.py").write_text("raise SystemExit")
+    convert(str(source), tmp_path / "with_tokenizer_code")
+    assert (tmp_path / "with_tokenizer_code" / "tokenization_own.py").exists()
+
+
+def test_quantised_anew_and_made_dense(tmp_path: Path) -> None:
+    """8 bits to 4; what has the bits already is kept to the bit; -d leaves nothing packed."""
+    source = checkpoint(tmp_path / "source", zoo.build("llama", vocab=300, hidden_size=64))
+    eight, four = (Numbers(quantize=True, q_bits=bits) for bits in (8, 4))
+    convert(str(source), tmp_path / "eight", eight)
+    convert(str(tmp_path / "eight"), tmp_path / "eight_again", eight)
+    assert same(tensors_of(tmp_path / "eight"), tensors_of(tmp_path / "eight_again"))
+    assert config_of(tmp_path / "eight") == config_of(tmp_path / "eight_again")
+    convert(str(tmp_path / "eight"), tmp_path / "four", four)
+    assert config_of(tmp_path / "four")["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
+    model, _ = mlx_lm.load(str(tmp_path / "four"))
+    assert model.layers[0].mlp.up_proj.bits == 4
+    convert(str(tmp_path / "eight"), tmp_path / "dense", Numbers(dequantize=True))
+    dense = tensors_of(tmp_path / "dense")
+    assert dense.keys() == tensors_of(source).keys()
+    assert {x.dtype for x in dense.values()} == {mx.float32}
+    assert "quantization" not in config_of(tmp_path / "dense")
+    assert all(mx.allclose(dense[n], x, atol=0.02) for n, x in tensors_of(source).items())
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    TinyGGUF().write(tmp_path / "tiny.gguf")
+    convert(str(tmp_path / "tiny.gguf"), tmp_path / "result", Numbers(dtype="float32"))
+    original, tokenizer = load(tmp_path / "tiny.gguf", dtype="float32")
+    result, same_tokenizer = mlx_lm.load(str(tmp_path / "result"))
+    np.testing.assert_allclose(logits(result), logits(original), atol=1e-6)
+    assert same_tokenizer.encode("hello <|im_end|> 42") == tokenizer.encode("hello <|im_end|> 42")
+    assert set(tokenizer.eos_token_ids) <= set(load(tmp_path / "result")[1].eos_token_ids)
+
+
+# heads
+
+
+def drafted(network: Any, hidden: int) -> mx.array:
+    rows = mx.random.normal((3, hidden), key=mx.random.key(0))
+    return network(rows, rows, network.make_cache()[0], 0)[0]
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.glob("mtp_*")))
+def test_heads_go_along(tmp_path: Path, name: str) -> None:
+    """The trunk loads strictly in mlx-lm, and the heads are those of the source."""
+    source = GOLDEN / name
+    convert(str(source), tmp_path / "dense")
+    model, _ = mlx_lm.utils.load_model(tmp_path / "dense")
+    heads, known = (read_heads(Folder(folder), model) for folder in (tmp_path / "dense", source))
+    ours, theirs = (dict(tree_flatten(x.parameters())) for x in (heads, known))  # type: ignore[union-attr]
+    assert same(ours, theirs)
+    size = heads.config.hidden  # type: ignore[union-attr]
+
+    convert(str(source), tmp_path / "packed", Numbers(quantize=True, q_bits=8, q_group_size=32))
+    packed_model, _ = mlx_lm.utils.load_model(tmp_path / "packed")
+    packed: Any = read_heads(Folder(tmp_path / "packed"), packed_model)
+    assert len(packed.heads) == len(heads.heads)  # type: ignore[union-attr]
+    assert not hasattr(packed.heads[0].eh_proj, "bits")
+    settings = config_of(tmp_path / "packed")["quantization"]
+    of_heads = {path: form for path, form in settings.items() if isinstance(form, dict)}
+    stored = tensors_of(tmp_path / "packed", "mtp.safetensors")
+    scaled = {key.removesuffix(".scales") for key in stored if key.endswith(".scales")}
+    assert scaled
+    assert scaled <= of_heads.keys()
+    assert not any("norm" in path for path in scaled)
+    assert mx.allclose(drafted(packed, size), drafted(heads, size), atol=0.15)
+
+
+def test_a_second_conversion_keeps_the_heads_as_they_are(tmp_path: Path) -> None:
+    """Norms are not shifted twice, and packed heads stay packed."""
+    numbers = Numbers(quantize=True, q_bits=8, q_group_size=32)
+    convert(str(GOLDEN / "mtp_qwen3_5"), tmp_path / "once", numbers)
+    convert(str(tmp_path / "once"), tmp_path / "twice", numbers)
+    convert(str(tmp_path / "once"), tmp_path / "dense", Numbers(dequantize=True))
+    assert same(tensors_of(tmp_path / "once", "mtp.safetensors"), tensors_of(tmp_path / "twice", "mtp.safetensors"))
+    assert config_of(tmp_path / "once")["quantization"] == config_of(tmp_path / "twice")["quantization"]
+    assert not any(name.endswith("scales") for name in tensors_of(tmp_path / "dense", "*.safetensors"))
+
+
+def test_heads_that_a_config_declares_and_the_files_have_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "mtp_glm4_moe", source)
+    tensors = tensors_of(source)
+    mx.save_safetensors(str(source / "model.safetensors"), {n: x for n, x in tensors.items() if ".layers.4." not in n})
+    with caplog.at_level("WARNING", logger="mlx_specdec"):
+        convert(str(source), tmp_path / "result")
+    assert "declares 1 MTP head(s) and holds none that can be used; converted without" in caplog.text
+    assert not (tmp_path / "result" / "mtp.safetensors").exists()
+
+
+def test_damaged_heads_are_not_converted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "mtp_qwen3_5", source)
+    tensors = tensors_of(source)
+    tensors["mtp.fc.weight"] *= mx.nan
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    assert "eh_proj.weight holds NaN" in refusal(source, tmp_path / "result")
+
+
+# drafters
+
+DRAFTERS = {
+    "eagle3": "eagle3_safeailab_llama",
+    "eagle3 of speculators": "eagle3_speculators_variant",
+    "dflash": "dflash_zlab_qwen3",
+    "gemma4_assistant": "gemma4_assistant_plain/assistant",
+}
+
+
+@pytest.fixture
+def eagle3(tmp_path: Path) -> Path:
+    """A drafter whose config says what it is."""
+    folder = shutil.copytree(GOLDEN / DRAFTERS["eagle3"], tmp_path / "eagle3")
+    edit(folder / "config.json", lambda config: config | {"architectures": ["LlamaForCausalLMEagle3"]})
+    return folder
+
+
+def edit(file: Path, change: Callable[[Any], Any]) -> None:
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def parameters(folder: Path, kind: str) -> Tensors:
+    network = read_network(Folder(folder), kind)
+    for module in network.modules():
+        if "scales" in module:
+            module.weight = mx.dequantize(
+                module.weight, module.scales, module.get("biases"), module.group_size, module.bits, module.mode
+            )
+    return {n: x for n, x in tree_flatten(network.parameters()) if not n.endswith((".scales", ".biases"))}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafters_keep_their_layout(eagle3: Path, tmp_path: Path, drafter: str) -> None:
+    kind = drafter.partition(" ")[0]
+    source = eagle3 if drafter == "eagle3" else GOLDEN / DRAFTERS[drafter]
+    convert(str(source), tmp_path / "dense")
+    assert same(tensors_of(tmp_path / "dense"), tensors_of(source))
+    assert config_of(tmp_path / "dense") == config_of(source)
+
+    convert(str(source), tmp_path / "packed", Numbers(quantize=True, q_bits=8, q_group_size=32))
+    packed = tensors_of(tmp_path / "packed")
+    scaled = {name.removesuffix(".scales") for name in packed if name.endswith(".scales")}
+    assert any("mlp" in name for name in scaled)
+    assert any("self_attn" in name for name in scaled)
+    assert not any("fc" in name or "norm" in name or "projection" in name for name in scaled)
+    ours, theirs = parameters(tmp_path / "packed", kind), parameters(source, kind)
+    assert ours.keys() == theirs.keys()
+    assert all(mx.allclose(ours[name], x, atol=0.02 * mx.abs(x).max().item()) for name, x in theirs.items())
+
+    convert(str(tmp_path / "packed"), tmp_path / "again", Numbers(dequantize=True))
+    assert tensors_of(tmp_path / "again").keys() == tensors_of(source).keys()
+
+
+def test_a_drafter_in_another_precision(eagle3: Path, tmp_path: Path) -> None:
+    convert(str(eagle3), tmp_path / "half", Numbers(dtype="float16"))
+    half, own = tensors_of(tmp_path / "half"), tensors_of(eagle3)
+    assert all(
+        half[n].dtype == (mx.float16 if mx.issubdtype(x.dtype, mx.floating) else x.dtype) for n, x in own.items()
+    )
+
+
+def test_mtp_heads_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    config = config_of(GOLDEN / "mtp_qwen3_5")
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_5_mtp"}))
+    heads = {n: x for n, x in tensors_of(GOLDEN / "mtp_qwen3_5").items() if "mtp." in n}
+    mx.save_safetensors(str(source / "model.safetensors"), heads)
+    convert(str(source), tmp_path / "dense")
+    ours, theirs = (
+        dict(tree_flatten(read_network(Folder(f), "mtp").parameters())) for f in (tmp_path / "dense", source)
+    )
+    assert same(ours, theirs)
+    convert(str(source), tmp_path / "packed", Numbers(quantize=True, q_bits=8, q_group_size=32))
+    network: Any = read_network(Folder(tmp_path / "packed"), "mtp")
+    assert network.heads[0].block.self_attn.q_proj.bits == 8
+
+
+# memory
+
+LARGEST = 1.5  # shards' worth
+
+
+def mass(folder: Path) -> Path:
+    """Some 40 MB of float32 in four shards."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "head_dim": 64}
+    return checkpoint(folder, zoo.build("llama", vocab=2000, num_hidden_layers=10, **sizes), shards=4)
+
+
+@pytest.mark.parametrize("form", ["as it is", "bfloat16", "4 bits"])
+def test_memory_is_that_of_a_shard(tmp_path: Path, form: str) -> None:
+    source = mass(tmp_path / "source")
+    largest = max(file.stat().st_size for file in source.glob("*.safetensors"))
+    assert largest > 8e6
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    convert(str(source), tmp_path / "result", Numbers(**FORMS[form]))
+    assert mx.get_peak_memory() - before < LARGEST * largest
+    assert mx.get_active_memory() - before < 1e5
+
+
+# what goes wrong
+
+
+def refusal(source: Path | str, result: Path, error: type[Exception] = CheckpointError, **numbers: Any) -> str:
+    with pytest.raises(error) as raised:
+        convert(str(source), result, Numbers(**numbers))
+    assert "\n" not in str(raised.value)
+    assert not result.exists()
+    assert not list(result.parent.glob(f".{result.name}*"))
+    return str(raised.value)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "source", zoo.build("llama", vocab=300))
+
+
+def test_a_truncated_shard(source: Path, tmp_path: Path) -> None:
+    file = source / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{file} cannot be read" in refusal(source, tmp_path / "result")
+
+
+def test_an_index_that_names_a_missing_file(source: Path, tmp_path: Path) -> None:
+    (source / "model-00002-of-00002.safetensors").unlink()
+    assert "names model-00002-of-00002.safetensors, which is missing" in refusal(source, tmp_path / "result")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
+def test_a_shard_outside_the_folder(source: Path, tmp_path: Path, name: str) -> None:
+    edit(source / "model.safetensors.index.json", lambda index: {"weight_map": {"a": name}})
+    assert "which is not in its folder" in refusal(source, tmp_path / "result")
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": ["a"]}, {"weight_map": {"a": 1}}, {}])
+def test_an_index_that_is_none(source: Path, tmp_path: Path, index: Any) -> None:
+    edit(source / "model.safetensors.index.json", lambda _: index)
+    assert "is not an index of shards" in refusal(source, tmp_path / "result")
+
+
+def test_a_tensor_of_another_shape(source: Path, tmp_path: Path) -> None:
+    edit(source / "config.json", lambda config: config | {"intermediate_size": 96})
+    said = refusal(source, tmp_path / "result")
+    assert "does not fit its config.json" in said
+    assert "mlp." in said
+    assert "(64, 32)" in said
+
+
+def test_a_missing_and_a_superfluous_tensor(source: Path, tmp_path: Path) -> None:
+    edit(source / "config.json", lambda config: config | {"mlp_bias": True})
+    assert "model.layers.0.mlp.down_proj.bias" in refusal(source, tmp_path / "result")
+    layers = ["full_attention"] * 2
+    edit(source / "config.json", lambda config: config | {"mlp_bias": False, "layer_types": layers})
+    assert "model.layers.2." in refusal(source, tmp_path / "result")
+
+
+@pytest.mark.parametrize("kind", ["unheard_of", "base", "../llama", "", None, 7, "llama.Model"])
+def test_an_unknown_architecture(source: Path, tmp_path: Path, kind: Any) -> None:
+    edit(source / "config.json", lambda config: config | {"model_type": kind})
+    assert f"has the model_type {kind!r}, for which mlx-lm" in refusal(source, tmp_path / "result")
+
+
+def test_code_of_its_own_is_not_run(source: Path, tmp_path: Path) -> None:
+    (source / "own.py").write_text("raise SystemExit")
+    edit(source / "config.json", lambda config: config | {"model_file": "own.py"})
+    assert "brings its own model code ('own.py'), which is not run" in refusal(source, tmp_path / "result")
+
+
+def test_folders_without_weights_or_config(source: Path, tmp_path: Path) -> None:
+    for file in source.glob("model*"):
+        file.unlink()
+    assert "holds no" in refusal(source, tmp_path / "result")
+    (source / "config.json").unlink()
+    assert "config.json" in refusal(source, tmp_path / "result")
+    assert "does not exist" in refusal("./nowhere", tmp_path / "result")
+
+
+def test_a_pickle_with_code(source: Path, tmp_path: Path) -> None:
+    for file in source.glob("model*"):
+        file.unlink()
+    marker = tmp_path / "ran"
+    program = b"\x80\x02cos\nsystem\n(" + torch_files.text(f"touch {marker}") + b"tR."
+    torch_files.write(source / "pytorch_model.bin", program, {})
+    assert "pytorch_model.bin" in refusal(source, tmp_path / "result")
+    assert not marker.exists()
+
+
+def test_a_folder_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"result cannot be written \(.*file"):
+        convert(str(source), tmp_path / "file" / "result")
+
+
+def test_nothing_is_overwritten(source: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    result.mkdir()
+    with pytest.raises(OptionError, match="exists and is never overwritten"):
+        convert(str(source), result)
+    assert not list(result.iterdir())
+    result.rmdir()
+    result.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OptionError, match="exists and is never overwritten"):
+        convert(str(source), result)
+
+
+def interrupting(error: BaseException, done: int, total: int) -> None:
+    """Progress that fails in the middle of the second shard."""
+    if done > total * 0.7:
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(28, "No space left on device"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_an_interrupted_run_leaves_nothing(
+    source: Path, tmp_path: Path, error: BaseException, raised: type[BaseException]
+) -> None:
+    result = tmp_path / "there" / "result"
+    with pytest.raises(raised) as seen:
+        convert(str(source), result, progress=partial(interrupting, error))
+    assert not list(result.parent.iterdir())
+    if raised is CheckpointError:
+        assert f"{result} cannot be written (No space left on device)" in str(seen.value)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file can grow beyond 40 kB, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    source = GOLDEN / DRAFTERS["dflash"]
+    assert "cannot be written" in refusal(source, tmp_path / "result")
+
+
+def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
+    said = refusal(source, tmp_path / "result")
+    assert "0.0 GB are free" in said
+
+
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"quantize": True, "dequantize": True}, "exclude each other"),
+    "bits": ({"quantize": True, "q_bits": 7}, "cannot quantise so"),
+    "group": ({"quantize": True, "q_group_size": 48}, "cannot quantise so"),
+    "mode": ({"quantize": True, "q_mode": "int4"}, "--q-mode is 'int4'"),
+    "bits for nothing": ({"q_bits": 8}, "--q-bits is 8 and nothing is quantised"),
+    "recipe for nothing": ({"quant_predicate": "mixed_2_6"}, "nothing is quantised"),
+    "recipe": ({"quantize": True, "quant_predicate": "mixed"}, "--quant-predicate is 'mixed'"),
+    "recipe and mode": ({"quantize": True, "quant_predicate": "mixed_2_6", "q_mode": "mxfp4"}, "--q-mode is mxfp4"),
+    "dtype": ({"dtype": "int8"}, "dtype is 'int8'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_OPTIONS)
+def test_options_that_cannot_be(case: str) -> None:
+    options, sentence = WRONG_OPTIONS[case]
+    with pytest.raises(OptionError) as raised:
+        Numbers(**options)
+    assert sentence in str(raised.value)
+
+
+def test_a_recipe_for_a_model_without_its_layers(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", zoo.build("mamba2", vocab=300, hidden_size=64))
+    said = refusal(source, tmp_path / "result", OptionError, quantize=True, quant_predicate="mixed_2_6")
+    assert "cannot be used here" in said
+
+
+# the command
+
+
+def test_the_command(source: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    run = CliRunner().invoke(command, ["--model", str(source), "--mlx-path", str(result), "-q", "--q-group-size", "32"])
+    assert run.exit_code == 0, run.output
+    assert f"{result}: 0.000 GB" in run.output
+    assert config_of(result)["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    again = CliRunner().invoke(command, ["--hf-path", str(source), "--mlx-path", str(result)])
+    assert again.exit_code == 2
+    assert again.output.startswith(f"error: {result} exists and is never overwritten")
+    assert len(again.output.splitlines()) == 1
