@@ -36,7 +36,7 @@ def kind_of(folder: Folder) -> str | None:
         return "eagle3"
     if model_type.startswith("gemma4") and model_type.endswith("assistant"):
         return "gemma4_assistant"
-    if "medusa_num_heads" in config:
+    if "medusa_num_heads" in config or model_type == "medusa":
         return "medusa"
     return "mtp" if model_type.endswith("_mtp") else None
 
