@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from ..errors import OptionError, PairingError
 from ..features import FeatureRequest, Features
 from .ends import Ends
+from .head_start import HeadStart
 from .mixers import Mixers
 from .rewind import Rewinder, SinkWindow, attends, leaves, recurrent
 from .taps import Taps
@@ -64,6 +65,7 @@ class Target:
         self.mixers: Mixers | None = None
         self.taps: Taps | None = None
         self._ends: Ends | None = None
+        self.head_start = HeadStart(model)
         try:
             caches = self._make_caches()
             if rewinds and recurrent(caches):
@@ -99,7 +101,7 @@ class Target:
 
     def close(self) -> None:
         """Take every hook out of the model. Its sequences must not be used after this."""
-        for hooks in (self.mixers, self.taps, self._ends):
+        for hooks in (self.mixers, self.taps, self._ends, self.head_start):
             if hooks is not None:
                 hooks.release()
 
@@ -197,6 +199,7 @@ class Sequence:
         with (
             self._rewinder.advance(tokens.shape[0], certain),
             taps.reading() if taps else nullcontext() as features,
+            self.target.head_start.given() if certain < tokens.shape[0] else nullcontext(),
         ):
             logits = self.target.model(tokens[None], cache=self._caches)
         return logits[0].astype(mx.float32), features() if features else None
