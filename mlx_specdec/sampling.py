@@ -18,6 +18,7 @@ from .history import History
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 COLD = 1e-6  # a temperature below this is 0: its inverse would not be a float32
+BOUND = 1e30  # of a drafter's logits: its exponential is 0 beside any ordinary one, and a temperature leaves it finite
 ACCEPTANCE_RULES = ("token", "block", "coupled")
 
 # Independent streams of noise: a shared one would tie the acceptance to what was drafted and bias the output.
@@ -193,9 +194,11 @@ class Sampler:
         """A drafter's own draw: logits [1, vocab] that follow fed int32 [n] -> token int32 [1] and its q [1, vocab].
 
         Where drafts stand by matching, q is not asked for and is None; the draft is then the likeliest token, or
-        under `coupled` the one that the target's noise picks.
+        under `coupled` the one that the target's noise picks. q is a distribution whatever the logits are, infinite or
+        NaN, and also where all tokens that the drafter knows are forbidden.
         """
-        logprobs = self.logprobs(logits, fed, start=fed.shape[0] - 1)
+        bounded = mx.clip(mx.nan_to_num(logits, nan=-BOUND), -BOUND, BOUND)
+        logprobs = self.logprobs(bounded, fed, start=fed.shape[0] - 1)
         if self.greedy or self.choose is not None:
             return mx.argmax(logprobs, axis=-1).astype(mx.int32), None
         if self.matches:

@@ -430,3 +430,18 @@ def test_the_resolved_rule_is_what_is_done():
     assert sampler(temperature=1.0).draft(logits, fed)[1] is not None
     named = sampler(temperature=1.0, seed=3, acceptance="coupled").draft(logits, fed)[0]
     assert mx.array_equal(sampler(temperature=1.0, seed=3).draft(logits, fed)[0], named)
+
+
+@pytest.mark.parametrize("logits", [[0.0, -math.inf, 1.0, -math.inf], [math.nan] * 4, [math.inf, 0, math.nan, 1e38]])
+@pytest.mark.parametrize("forbidden", [{}, {0: -math.inf, 2: -math.inf}])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 3, "min_p": 0.1}])
+def test_what_a_draft_is_drawn_from_is_always_a_distribution(logits: list, forbidden: dict, filters: dict) -> None:
+    sampler = Sampler(SamplingParams(temperature=0.5, logit_bias=forbidden, **filters), [0])
+    token, q = sampler.draft(mx.array([logits], dtype=mx.float32), mx.array([1]))
+    assert q is not None
+    assert abs(q.sum().item() - 1) < 1e-5
+    assert q[0, token.item()].item() > 0
+    if forbidden:
+        assert q[0, 0].item() == q[0, 2].item() == 0
+    elif logits[2] == 1.0:
+        assert q[0, 1].item() == q[0, 3].item() == 0
