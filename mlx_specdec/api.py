@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .sampling import LogitsProcessor, SamplingParams
@@ -29,17 +31,22 @@ def load(
     *,
     dtype: str | None = None,
     drafter: str | None = None,
-) -> "tuple[nn.Module, Any] | tuple[nn.Module, Any, DrafterModel | nn.Module]":
+    offline: bool = False,
+    models: "str | PathLike[str] | None" = None,
+) -> "tuple[nn.Module, Any] | tuple[nn.Module, Any, DrafterModel | nn.Module | str]":
     """Load a model and its tokenizer: an MLX folder, a GGUF file, a name of the catalogue or a Hub id.
 
     As mlx-lm's, and `dtype` (float32, float16, bfloat16) makes all weights dense and of that type. With `drafter` the
     third value is what drafts for the model: "mtp" is the heads inside its own checkpoint, anything else a folder or a
     Hub id whose kind (EAGLE-3, DFlash, MTP, Gemma 4 assistant, Medusa, a smaller model) is told from its files; give it
-    to SpecDecoder or stream_generate as `drafter`. Raises CheckpointError for what cannot be found, fetched or read,
-    PairingError for a drafter of another model.
+    to SpecDecoder or stream_generate as `drafter`. "auto" is the best that is known and at hand, at worst the name of
+    drafters without weights; which and why is logged, and it never fails. `offline` takes only what is on this machine;
+    `models` is a catalogue of your own, beside the package's. Raises CheckpointError for what cannot be found, fetched
+    or read, PairingError for a named drafter of another model.
     """
     from . import checkpoints
 
+    file = None if models is None else Path(models)
     model, tokenizer = checkpoints.load(
         path_or_hf_repo,
         dtype=dtype,
@@ -49,20 +56,22 @@ def load(
         lazy=lazy,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        offline=offline,
+        models=file,
     )
     if drafter is None:
         return model, tokenizer
-    from .pairs import load_drafter
+    from .choice import AUTO, choose
+    from .pairs import MTP, load_drafter
 
-    loaded = load_drafter(
-        drafter,
-        target=path_or_hf_repo,
-        model=model,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    return model, tokenizer, loaded
+    options: Any = {"dtype": dtype, "trust_remote_code": trust_remote_code, "offline": offline, "models": file}
+    if drafter == AUTO:
+        choice = choose(path_or_hf_repo, model, tokenizer, revision=revision, **options)
+        return model, tokenizer, choice.name if choice.drafter is None else choice.drafter
+    of_target = revision if drafter == MTP else None
+    return model, tokenizer, load_drafter(
+        drafter, target=path_or_hf_repo, model=model, tokenizer=tokenizer, revision=of_target, **options
+    )  # fmt: skip
 
 
 def stream_generate(

@@ -48,13 +48,13 @@ def command(
     import mlx.nn as nn
 
     from . import plots
-    from .drafters import DEFAULT
+    from .choice import AUTO
     from .measure import measure
     from .questions import BUILT_IN, choose, read_questions
 
     # A wrong file or name is said before a model is loaded.
     chosen = choose(BUILT_IN if questions is None else read_questions(questions), per_category)
-    default = "draft_model" if models.draft_model else DEFAULT
+    default = "draft_model" if models.draft_model else AUTO
     chains = [default] if drafters is None else [chain.strip() for chain in drafters.split(";")]
     options, cache = models.drafter_options(), models.cache_options()
     named = {make for chain in chains for make in models.makers(chain) if isinstance(make, str)}
@@ -64,6 +64,11 @@ def command(
     if models.draft_model:
         named.add("draft_model")
     loaded = {name: models.load_drafter(name, model, tokenizer) for name in sorted(named)}
+    if AUTO in chains:
+        choice = models.choose(model, tokenizer, cache)
+        chains = list(dict.fromkeys(choice.name if chain == AUTO else chain for chain in chains))
+        if choice.drafter is not None:
+            loaded[choice.name] = choice.drafter
     whole = isinstance(loaded.get("draft_model"), nn.Module)  # which mlx-lm can draft with too
     draft_model = loaded.pop("draft_model") if whole else None
     with progress_bar() as progress:

@@ -12,6 +12,7 @@ import click
 from .errors import OptionError, SpecDecError
 
 if TYPE_CHECKING:
+    from .choice import Choice
     from .decoder import SpecDecoder
     from .drafters import DrafterOptions, Maker
     from .target.model import CacheOptions
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("float32", "float16", "bfloat16")
 DRAFTERS = ("ngram_simple", "ngram_map", "ngram_mod", "ngram_cache", "suffix", "draft_model", "mtp")
-DEFAULT = "suffix, or the draft model given."
 
 
 class Command(click.Command):
@@ -68,24 +68,36 @@ class ModelOptions:
     quantized_kv_start: int
     prefill_step_size: int
     trust_remote_code: bool
+    offline: bool
+    models: Path | None
 
     def decoder(self) -> "SpecDecoder":
         """Load everything. Raises SpecDecError."""
+        from .choice import AUTO
         from .decoder import SpecDecoder
-        from .drafters import DEFAULT
 
-        names = self.drafter or ("draft_model" if self.draft_model else DEFAULT)
+        names = "draft_model" if self.draft_model and self.drafter == AUTO else str(self.drafter)
         makers, cache = self.makers(names), self.cache_options()
         if self.draft_model and "draft_model" not in makers:
             raise OptionError(f"--drafter is {names} and --draft-model is {self.draft_model}; name draft_model as well")
         model, tokenizer = self.load(self.model)
-        named = [self.load_drafter(make, model, tokenizer) if isinstance(make, str) else make for make in makers]
+        if names == AUTO:
+            choice = self.choose(model, tokenizer, cache)
+            named = self.makers(choice.name) if choice.drafter is None else [choice.drafter]
+        else:
+            named = [self.load_drafter(make, model, tokenizer) if isinstance(make, str) else make for make in makers]
         return SpecDecoder(model, tokenizer, named, cache=cache)
 
     def makers(self, names: str) -> "list[Maker]":
-        """What makes the drafters of a chain; those that take a checkpoint are names still. Raises OptionError."""
-        from .drafters import by_name
+        """What makes the drafters of a chain; those that take a checkpoint are names still. Of "auto" it is what is
+        used at worst. Raises OptionError."""
+        from .choice import AUTO
+        from .drafters import DEFAULT, by_name
 
+        if names == AUTO:
+            return self.makers(DEFAULT)
+        if AUTO in (name.strip() for name in names.split(",")):
+            raise OptionError(f"the drafters are {names}; give auto alone, or a list without it")
         makers = by_name(names, self.drafter_options())
         if "draft_model" in makers and not self.draft_model:
             raise OptionError("the drafter draft_model takes a model; give one (--draft-model)")
@@ -106,7 +118,13 @@ class ModelOptions:
         """The model and the tokenizer that `source` names. Raises CheckpointError."""
         from .checkpoints import load
 
-        return load(source, dtype=self.precision(), trust_remote_code=self.trust_remote_code)
+        return load(source, **self._how())
+
+    def choose(self, model: Any, tokenizer: Any, cache: "CacheOptions | None" = None) -> "Choice":
+        """The drafter for the model, where none is named."""
+        from .choice import choose
+
+        return choose(self.model, model, tokenizer, cache=cache, **self._how())
 
     def load_drafter(self, name: str, model: Any, tokenizer: Any) -> Any:
         """What drafts for the model under `name`: draft_model, mtp, a path or a Hub id. Raises CheckpointError and
@@ -118,9 +136,17 @@ class ModelOptions:
             target=self.model,
             model=model,
             tokenizer=tokenizer,
-            dtype=self.precision(),
-            trust_remote_code=self.trust_remote_code,
+            **self._how(),
         )
+
+    def _how(self) -> dict[str, Any]:
+        """How all checkpoints are loaded."""
+        return {
+            "dtype": self.precision(),
+            "trust_remote_code": self.trust_remote_code,
+            "offline": self.offline,
+            "models": self.models,
+        }
 
     def precision(self) -> str | None:
         """What was asked for. A CPU has no fast product of quantised or half-precision weights: 40 times slower for the
@@ -145,7 +171,15 @@ class DraftTokens(click.ParamType):
 
 
 _DRAFTER = click.option(
-    "--drafter", help="none, or a list: " + ", ".join(DRAFTERS) + ", a drafter's folder or Hub id. Default: " + DEFAULT
+    "--drafter",
+    default="auto",
+    show_default=True,
+    help="auto, none, or a list: " + ", ".join(DRAFTERS) + ", a drafter's folder or Hub id. auto is the draft model "
+    "given, else heads in the checkpoint, else a known drafter here or on the Hub, else suffix.",
+)
+OFFLINE = click.option("--offline", is_flag=True, help="Never ask the network: use only what is on this machine.")
+MODELS = click.option(
+    "--models", type=click.Path(path_type=Path), help="A catalogue of your own, beside the package's."
 )
 _MODEL_OPTIONS = [
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="A folder, .gguf file, name or Hub id."),
@@ -173,11 +207,13 @@ _MODEL_OPTIONS = [
     click.option("--quantized-kv-start", default=5000, show_default=True, help="Quantise from this token on."),
     click.option("--prefill-step-size", default=2048, show_default=True, help="Prompt tokens in one pass."),
     click.option("--trust-remote-code", is_flag=True, help="Let a checkpoint's own tokenizer code run."),
+    OFFLINE,
+    MODELS,
 ]  # fmt: skip
 
 
 def model_options(function: Callable[..., Any], *, drafter: bool = True) -> Callable[..., Any]:
-    """Give a command the options of ModelOptions; it is called with `models` and its other options.
+    """Give a command the options of ModelOptions; it is called with `models`, all of them, and its other options.
 
     With `drafter` False it has no --drafter, and that of `models` is None."""
     names = ModelOptions.__dataclass_fields__

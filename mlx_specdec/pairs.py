@@ -1,18 +1,21 @@
 """The drafter that a user named: heads in the target's checkpoint, a drafter's checkpoint, or a smaller model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoints
+from .checkpoints.catalogue import catalogue
 from .checkpoints.drafter import kind_of, read_network
 from .checkpoints.folder import Folder
 from .checkpoints.hub import snapshot
 from .checkpoints.mtp import read_heads
 from .checkpoints.precision import check_dtype, to_dtype
-from .drafters.pairing import check_tokenizers
-from .errors import PairingError
+from .drafters.pairing import MadeFor, check_tokenizers, compare, made_for
+from .errors import CheckpointError, PairingError, SpecDecError
+from .target.model import hidden_size
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -27,7 +30,9 @@ MODELS = {
     "medusa": "MedusaModel",
     MTP: "MtpModel",
 }
-DRAFTER_FILES = ("*.json", "*.safetensors", "*.bin", "*.pt")
+CONFIG = ("config.json",)
+DRAFTER_FILES = ("*.json", "*.safetensors")
+PICKLED_FILES = ("*.bin", "*.pt")  # of a repository that has no safetensors
 
 
 def load_drafter(
@@ -39,32 +44,123 @@ def load_drafter(
     dtype: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    offline: bool = False,
+    models: Path | None = None,
 ) -> "DrafterModel | nn.Module":
     """What drafts for `model`, which `load` brought from `target`: "mtp" is the heads inside that checkpoint; anything
     else is a folder, a name of the catalogue or a Hub id, whose kind is told from its files.
 
-    Returns a drafter's weights, or a whole model for an ordinary checkpoint, after comparing the tokenizers; either is
-    what SpecDecoder and stream_generate take as `drafter`. Raises CheckpointError and PairingError.
+    Returns a drafter's weights, or a whole model for an ordinary checkpoint; either is what SpecDecoder and
+    stream_generate take as `drafter`. What its config says of its target and the tokenizer that it carries, if any, are
+    compared before its weights are fetched and read. `offline` and `models` are those of `checkpoints.load`. Raises
+    CheckpointError and PairingError.
     """
     check_dtype(dtype)
+    source = str(source)
+    hub = Repository(revision, offline, models)
     if source == MTP:
-        network = read_heads(Folder(_folder(target, revision, checkpoints.MODEL_FILES)), model)
-        if network is None:
+        heads = load_heads(target, model, dtype=dtype, revision=revision, offline=offline, models=models)
+        if heads is None:
             raise PairingError(f"{target} has no MTP heads in its checkpoint; use another drafter")
-        return _wrap(MTP, network, dtype)
-    kind = kind_of(Folder(folder)) if (folder := _folder(source, revision, ("config.json",))).is_dir() else None
-    if kind is not None:
-        return _wrap(kind, read_network(Folder(_folder(source, revision, DRAFTER_FILES)), kind), dtype)
-    draft, draft_tokenizer = checkpoints.load(
-        source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        return heads
+    kind = hub.kind(source)
+    if kind is None:
+        draft, draft_tokenizer = checkpoints.load(
+            source,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            offline=offline,
+            models=models,
+        )
+        check_tokenizers(tokenizer, draft_tokenizer)
+        return draft
+    compare(
+        kind, made_for(kind, Folder(hub.folder(source, CONFIG)).config), MadeFor(hidden_size(model), len(model.layers))
     )
-    check_tokenizers(tokenizer, draft_tokenizer)
-    return draft
+    files = Folder(hub.weights(source))
+    if (own := carried_tokenizer(files.path)) is not None:
+        check_tokenizers(tokenizer, own, "drafter")
+    with _reading(source, kind):
+        return _wrap(kind, read_network(files, kind), dtype)
 
 
-def _folder(source: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Where `source` lies: a local path, or what the Hub has of `files`, fetched unless it was."""
-    return checkpoints.find(source) or snapshot(source, revision, files)
+def load_heads(
+    target: str,
+    model: "nn.Module",
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    models: Path | None = None,
+) -> "DrafterModel | None":
+    """The MTP heads inside the checkpoint that `load` brought `model` from; None if it has none and declares none.
+
+    Raises CheckpointError when it declares heads that its files do not hold, or that cannot be used.
+    """
+    folder = Repository(revision, offline, models).folder(target, checkpoints.MODEL_FILES)
+    if folder.is_file():
+        return None
+    with _reading(target, MTP):
+        network = read_heads(Folder(folder), model)
+        return None if network is None else _wrap(MTP, network, dtype)
+
+
+@contextmanager
+def _reading(source: str, kind: str) -> Iterator[None]:
+    """Whatever is wrong with a checkpoint as one sentence: a config can be wrong in as many ways as its readers have
+    exceptions."""
+    try:
+        yield
+    except SpecDecError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
+        raise CheckpointError(f"{source} cannot be loaded as {kind} ({type(error).__name__}: {said}); check that it is "
+                              "whole") from error  # fmt: skip
+
+
+class Repository:
+    """Where files are taken from: local paths, names of the catalogue, the Hub."""
+
+    def __init__(self, revision: str | None = None, offline: bool = False, models: Path | None = None):
+        self._revision, self._offline, self._models = revision, offline, models
+
+    def folder(self, source: str, files: tuple[str, ...]) -> Path:
+        """Where `source` lies: a local path, or what the Hub has of `files`, fetched unless it was."""
+        local = checkpoints.find(source, offline=self._offline, models=self._models)
+        return local or snapshot(source, self._revision, files, offline=self._offline)
+
+    def kind(self, source: str) -> str | None:
+        """Which kind of drafter it is, by its config or else by the catalogue; None for an ordinary model."""
+        folder = self.folder(source, CONFIG)
+        if not folder.is_dir():
+            return None
+        known = catalogue(self._models).drafters.get(source)
+        listed = known.method if known is not None and known.method != "draft_model" else None
+        return kind_of(Folder(folder)) or listed
+
+    def weights(self, source: str) -> Path:
+        """Its folder with weights and all: pickled ones only where there are no others."""
+        folder = self.folder(source, DRAFTER_FILES)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            folder = self.folder(source, PICKLED_FILES)
+        return folder
+
+
+def carried_tokenizer(folder: Path) -> Any | None:
+    """The tokenizer in a drafter's folder; None if it has none. Raises CheckpointError for one that cannot be read."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise CheckpointError(
+            f"{file} cannot be read ({' '.join(str(error).split())[:200]}); fetch it again"
+        ) from error
 
 
 def _wrap(kind: str, network: "nn.Module", dtype: str | None) -> "DrafterModel":

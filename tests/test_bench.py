@@ -21,7 +21,7 @@ from mlx_specdec.measure import Figures, Parting, Report, Spread
 from mlx_specdec.questions import BUILT_IN, Question, choose, read_questions
 from tests import zoo
 from tests.scripted import reference
-from tests.test_commands import accept_all, refused, save
+from tests.test_commands import CHOSEN, accept_all, refused, save
 
 VOCAB = 300
 MODEL, TOKENIZER = zoo.build("llama", vocab=VOCAB), zoo.tokenizer(VOCAB)
@@ -389,7 +389,7 @@ def test_json(folders: dict[str, str]) -> None:
 
 def test_text_and_the_default_drafters(folders: dict[str, str]) -> None:
     done = run([], folders)
-    assert (done.exit_code, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, CHOSEN)
     assert "overall: 3 prompts" in done.stdout
     assert "\n  suffix " in done.stdout
     assert "\n  draft_model " in run(["--draft-model", "{draft}"], folders).stdout

@@ -2,18 +2,21 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SpecDecError
-from .hub import catalogue, fetch, snapshot
+from .catalogue import catalogue
+from .hub import Unreachable, fetch, held, snapshot
 from .precision import check_dtype, to_dtype
 
 if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from .folder import Folder
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ def load(
     lazy: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    offline: bool = False,
+    models: Path | None = None,
 ) -> "tuple[nn.Module, TokenizerWrapper]":
     """Load an mlx-lm model and its tokenizer.
 
@@ -51,7 +56,8 @@ def load(
     `dtype` (float32, float16, bfloat16) makes quantised weights dense and casts the floating ones; None keeps
     them as they are. `lazy` leaves the parameters unevaluated. `adapter_path` is a folder of LoRA adapters.
     `tokenizer_config` and `model_config` replace fields of the checkpoint's own; `revision` and
-    `trust_remote_code` concern folders and Hub repositories only.
+    `trust_remote_code` concern folders and Hub repositories only. `offline` takes only what is on this machine;
+    `models` is a catalogue that adds to the package's.
 
     Raises OptionError for an unknown dtype and CheckpointError for a model that cannot be found, fetched or
     read.
@@ -59,7 +65,7 @@ def load(
     from ..target.model import evaluate
 
     check_dtype(dtype)
-    path = find(source)
+    path = find(source, offline=offline, models=models)
     try:
         if path is not None and path.is_file():
             model, tokenizer = _load_file(path, tokenizer_config, model_config)
@@ -69,7 +75,7 @@ def load(
                 model = load_adapters(model, str(adapter_path))
         else:
             wanted = (*MODEL_FILES, "*.py") if trust_remote_code else MODEL_FILES
-            folder = path or snapshot(str(source), revision, wanted)
+            folder = path or _fetch_model(str(source), revision, wanted, offline, models)
             model, tokenizer = _load_folder(folder, tokenizer_config, model_config, adapter_path, trust_remote_code)
         if dtype is not None:
             model = to_dtype(model, dtype)
@@ -85,14 +91,16 @@ def load(
     return model, tokenizer
 
 
-def find(source: str | PathLike[str]) -> Path | None:
+def find(source: str | PathLike[str], *, offline: bool = False, models: Path | None = None) -> Path | None:
     """The local file or folder that `source` names, fetched if it is in the catalogue; None for a Hub id."""
     text = str(source)
     path = Path(text).expanduser()
     if text and path.exists():
         return path
-    entries = catalogue()
+    entries = catalogue(models).models
     if text in entries:
+        if offline and held(entries[text]) is None:
+            raise Unreachable(f"{text} is not on this machine, and --offline is set; leave that out once to fetch it")
         return fetch(entries[text], progress=_log.info)
     looks_like_a_path = text.endswith(".gguf") or text.startswith(("/", "./", "../", "~")) or not text
     if looks_like_a_path or not isinstance(source, str):
@@ -100,6 +108,35 @@ def find(source: str | PathLike[str]) -> Path | None:
             f"{text!r} does not exist; give a .gguf file, a model folder, one of {', '.join(entries)}, or a Hub id."
         )
     return None
+
+
+def _fetch_model(
+    repository: str, revision: str | None, files: Sequence[str], offline: bool, models: Path | None
+) -> Path:
+    """The folder of a Hub repository. A drafter is told from the catalogue or its config, before it is fetched."""
+    from .folder import Folder
+
+    known = catalogue(models).drafters.get(repository)
+    if known is not None and known.method != "draft_model":
+        raise _not_a_model(repository, known.method, f", {' or '.join(known.targets)}")
+    config = snapshot(repository, revision, ("config.json",), offline=offline)
+    if (config / "config.json").exists():
+        _refuse_drafter(Folder(config), repository)
+    return snapshot(repository, revision, files, offline=offline)
+
+
+def _refuse_drafter(files: "Folder", name: str) -> None:
+    from .drafter import kind_of, made_for
+
+    if kind := kind_of(files):
+        raise _not_a_model(name, kind, made_for(files))
+
+
+def _not_a_model(name: str, kind: str, target: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is a drafter ({kind}) and not a model; give it with --drafter, and as the model the one it was "
+        f"made for{target}"
+    )
 
 
 def _load_folder(
@@ -112,16 +149,11 @@ def _load_folder(
     """As mlx-lm's `load`, but that heads which a checkpoint carries beside its trunk never make it fail."""
     from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
-    from .drafter import kind_of, made_for
     from .folder import Folder
     from .mtp_layout import trunk_classes
 
     files = Folder(folder)
-    if kind := kind_of(files):
-        raise CheckpointError(
-            f"{folder} is a drafter ({kind}) and not a model; give it with --drafter, and as the model the one it was "
-            f"made for{made_for(files)}"
-        )
+    _refuse_drafter(files, str(folder))
     files.files()  # a missing shard is named
     model, config = load_model(
         folder,

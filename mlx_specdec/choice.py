@@ -1,0 +1,171 @@
+"""Which drafter is used where none is named: heads inside the checkpoint, else a published drafter on this machine,
+else one from the Hub, else what drafts from text alone.
+
+A bad drafter costs speed and nothing else, so whatever is wrong with one is said and the next is tried: a load never
+fails for it.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .checkpoints import find
+from .checkpoints.catalogue import Drafter, catalogue
+from .checkpoints.folder import Folder
+from .checkpoints.hub import Unreachable, cached, hub_offline
+from .drafters import DEFAULT
+from .errors import SpecDecError, UnsupportedModelError
+from .pairs import MTP, load_drafter, load_heads
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from .target.model import CacheOptions
+
+AUTO = "auto"
+_log = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """What was chosen: its name in a chain of drafters, what `load` brings under that name (None where the name is
+    enough), and the sentence that says why."""
+
+    name: str
+    drafter: Any
+    why: str
+
+
+class Candidate(NamedTuple):
+    """A drafter that may do; `load` brings it, or None if there is none after all."""
+
+    name: str
+    why: str
+    load: Callable[[], Any]
+    remote: bool = False
+
+
+def choose(
+    source: str,
+    model: "nn.Module",
+    tokenizer: Any,
+    *,
+    cache: "CacheOptions | None" = None,
+    dtype: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    models: Path | None = None,
+) -> Choice:
+    """The drafter for `model`, which `load` brought from `source`, paired with it on trial. The choice is logged.
+
+    "none" is chosen only for a model whose cache cannot be rewound. `offline`, as HF_HUB_OFFLINE, never asks the
+    network; the other options are load_drafter's, `revision` that of `source`. Raises OptionError for `cache` options
+    that the model cannot have, CheckpointError for a catalogue that cannot be read, and nothing else.
+    """
+    from .target.model import Target
+
+    known = catalogue(models)
+    try:
+        Target(model, cache).close()
+    except UnsupportedModelError as error:
+        return _said(Choice("none", None, _reason(error)), {})
+    names, config = identity(source, revision, models)
+    families, by = known.families(names, config or _arguments(model))
+    fitting = known.drafters_for(families)
+    here = [drafter.name for drafter in fitting if on_this_machine(drafter)]
+    away = [drafter.name for drafter in fitting if drafter.name not in here]
+    why = {drafter.name: f"a {drafter.method} drafter for {' and '.join(families)} (known by {by}), "
+                         for drafter in fitting}  # fmt: skip
+    bring = partial(
+        load_drafter,
+        target=source,
+        model=model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        models=models,
+    )
+    heads = partial(load_heads, source, model, dtype=dtype, revision=revision, offline=True, models=models)
+
+    def candidates() -> Iterator[Candidate]:
+        yield Candidate(MTP, "the heads inside the checkpoint", heads)
+        for name in here:
+            yield Candidate(name, why[name] + "on this machine", partial(bring, name, offline=True))
+        for name in () if offline or hub_offline() else away:
+            yield Candidate(name, why[name] + "from the Hub", partial(bring, name), remote=True)
+
+    choice, failed = _first(candidates(), model, tokenizer, cache)
+    if choice is None:
+        nothing = "nothing else can be used" if fitting or failed else "no drafter with weights is known for this model"
+        choice = Choice(DEFAULT, None, nothing)
+        failed |= {name: "is not on this machine" for name in away if name not in failed}
+    return _said(choice, failed)
+
+
+def _first(
+    candidates: Iterable[Candidate], model: "nn.Module", tokenizer: Any, cache: "CacheOptions | None"
+) -> tuple[Choice | None, dict[str, str]]:
+    """The first candidate that loads and pairs, and what is wrong with those before it."""
+    from .decoder import SpecDecoder
+
+    failed: dict[str, str] = {}
+    for name, why, load, remote in candidates:
+        try:
+            drafter = load()
+            if drafter is not None:
+                SpecDecoder(model, tokenizer, [drafter], cache=cache).close()
+                return Choice(name, drafter, why), failed
+        except (SpecDecError, OSError) as error:
+            if remote and isinstance(error, Unreachable):
+                break  # the others would fare the same
+            failed[name] = _reason(error)
+    return None, failed
+
+
+def _said(choice: Choice, failed: Mapping[str, str]) -> Choice:
+    """The choice with its whole sentence, which is logged."""
+    others = (f"{name}: {reason}" for name, reason in failed.items())
+    choice = choice._replace(why=f"drafter {choice.name}: {'; '.join((choice.why, *others))}")
+    _log.info(choice.why)
+    return choice
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without what to do about it."""
+    return " ".join(str(error).split()).partition("; ")[0].rstrip(".")
+
+
+def identity(source: str, revision: str | None = None, models: Path | None = None) -> tuple[list[str], dict[str, Any]]:
+    """What a target on this machine may be recognised by: its names, and its config; that is empty where there is none
+    to be read without its weights."""
+    try:
+        path = find(source, offline=True, models=models) or cached(source, revision)
+    except SpecDecError:
+        path = None
+    if path is None:
+        return [source], {}
+    place = path.resolve()
+    names = [source, place.name]
+    if path.is_file():
+        return [*names, place.parent.name], {}
+    if found := re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+$", place.as_posix()):
+        names.append(f"{found[1]}/{found[2]}")
+    return names, Folder(path).config
+
+
+def _arguments(model: "nn.Module") -> dict[str, Any]:
+    """The configuration that a model was made from, where there is no file of it."""
+    args = getattr(model, "args", None)
+    return dict(vars(args)) if hasattr(args, "__dict__") else {}
+
+
+def on_this_machine(drafter: Drafter) -> bool:
+    """Whether a catalogued drafter need not be fetched."""
+    path = Path(drafter.name).expanduser()
+    folder = path if path.exists() else cached(drafter.name)
+    if folder is None or folder.is_file():
+        return folder is not None
+    return any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin", "*.pt"))
