@@ -1,115 +1,172 @@
-"""A GGUF file as an mlx-lm model: names, row order, and quantisation kept as it is."""
+"""A GGUF file as an mlx-lm model: names, row order, and quantisation kept as it is where MLX has the same."""
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from .gguf_config import ROPE_FACTORS, model_config
-from .gguf_file import GROUP_SIZE, GGUFFile, Weight
+from ..errors import CheckpointError
+from .gguf_config import family_of, model_config, mtp_layers
+from .gguf_families import ROPE_FACTORS, Family
+from .gguf_file import GGUFFile, Tensor
+from .gguf_types import FLOATS, exact_dtype, readable
+from .gguf_weight import Requantise, Weight
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+Settings = dict[str, dict[str, Any]]  # how each quantised module is quantised
+
+# Small matrices that stay float32 in a file of any type, and so do not say what the model is computed in.
+_KEPT_WIDE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "per_layer_model_proj")
 
 
-def load_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None) -> nn.Module:
-    """The mlx-lm model of a GGUF file, its parameters not yet evaluated.
+def load_gguf(
+    file: GGUFFile,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    requantise: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """The mlx-lm model of a GGUF file.
 
-    Quantised tensors stay quantised, each in its own bits. All floating parameters get one dtype, so that the
-    model computes in one precision: the narrowest that holds every matrix and every scale exactly. For a
-    quantised file that is float16, and its norms, float32 on disk, are rounded to it.
+    Tensors whose type MLX has stay quantised, each in its own bits; the others become dense, or are quantised anew as
+    `requantise` says: {"bits": 4, "group_size": 64}. All floating parameters get one dtype, so that the model computes
+    in one precision: `dtype`, by default the narrowest that holds every dense matrix and every scale of a file exactly,
+    and float16 for types that none but float32 holds so. Norms, float32 on disk, are rounded to it. Models that are
+    known to leave float16's range compute in bfloat16 or float32 instead.
 
-    `overrides` replaces fields of the mlx-lm configuration. Raises CheckpointError for what cannot be mapped
-    exactly.
+    Memory: the model, and a few times the largest tensor's bytes in the file. `overrides` replaces fields of the mlx-lm
+    configuration. Raises CheckpointError for what cannot be mapped exactly, OptionError for a quantisation that MLX
+    lacks.
     """
+    return model_and_config(file, overrides, dtype=dtype, requantise=requantise)[0]
+
+
+def model_and_config(
+    file: GGUFFile,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    requantise: Mapping[str, int] | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model as `load_gguf` has it, and what config.json says of it, its quantisation included."""
+    _, family = family_of(file)
+    anew = None if requantise is None else Requantise(**requantise)
     config = model_config(file) | dict(overrides or {})
-    names = _parameter_names(config["num_hidden_layers"])
+    places = _places(file, family, config)
+    for kind in {file.tensors[name].type for name in places}:
+        try:
+            readable(kind)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file.path}: {error}") from error
+    computing = getattr(mx, dtype) if dtype else computing_dtype([file.tensors[name] for name in places], family.wide)
+
+    module = importlib.import_module(f"mlx_lm.models.{family.model_type}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    castable = getattr(model, "cast_predicate", lambda _: True)
+    parameters: dict[str, mx.array] = {}
+    settings: Settings = {}
+    for name, names in places.items():
+        for parameter, weight in zip(names, _read(file, name, family, config, computing, anew), strict=True):
+            if weight.settings:
+                settings[parameter.removesuffix(".weight")] = weight.settings
+            parameters |= _named(parameter, weight, computing if castable(parameter) else mx.float32)
+    parameters = model.sanitize(parameters) if hasattr(model, "sanitize") else parameters
+    nn.quantize(model, class_predicate=lambda path, each: settings.get(path, False) if _packable(each) else False)
+    _fill(file, family, model, parameters, config)
+    return model, with_quantisation(config, settings)
+
+
+def computing_dtype(tensors: list[Tensor], wide: bool = False) -> mx.Dtype:
+    """What a model of these tensors computes in, as `load_gguf` says. `wide`: float16 has not its range."""
+    matrices = [t for t in tensors if len(t.shape) > 1 and not any(f"{part}." in t.name for part in _KEPT_WIDE)]
+    exact = [dtype for tensor in matrices if (dtype := exact_dtype(tensor.type)) is not None]
+    if not exact:
+        return mx.bfloat16 if wide else mx.float16
+    dtype = reduce(lambda a, b: mx.result_type(mx.array(0, a), mx.array(0, b)), exact)
+    return mx.float32 if wide and dtype == mx.float16 else dtype
+
+
+def with_quantisation(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """A configuration that says how its modules are quantised: the commonest way for all, and the others by name."""
+    if not settings:
+        return dict(config)
+    common = Counter(tuple(each.items()) for each in settings.values()).most_common(1)[0][0]
+    exceptions = {name: each for name, each in settings.items() if tuple(each.items()) != common}
+    return dict(config) | {"quantization": dict(common) | exceptions}
+
+
+def _places(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The parameters that each tensor of the trunk holds."""
+    layers, places = config["num_hidden_layers"], {}
+    heads = tuple(f"blk.{layers + i}." for i in range(mtp_layers(file)))
     for name in file.tensors:
-        if name not in names and name != ROPE_FACTORS:
+        if name in ROPE_FACTORS or (heads and name.startswith(heads)):
+            continue
+        places[name] = family.parameters(name, layers)
+        if not places[name]:
             raise file.fault(f"tensor {name!r} has no place in mlx-lm's {config['model_type']} model")
-    weights = {names[name]: file.read(name) for name in file.tensors if name in names}
-    if config["model_type"] == "llama":
-        _restore_row_order(weights, config["num_attention_heads"], config["num_key_value_heads"])
+    return places
 
-    arch = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = arch.Model(arch.ModelArgs.from_dict(config))
-    bits = {names[name]: tensor.bits for name, tensor in file.tensors.items() if name in names}
 
-    def quantisation(path: str, module: nn.Module) -> bool | dict[str, int]:
-        width = bits.get(path + ".weight") if hasattr(module, "to_quantized") else None
-        return {"group_size": GROUP_SIZE, "bits": width} if width else False
+def _read(
+    file: GGUFFile,
+    name: str,
+    family: Family,
+    config: Mapping[str, Any],
+    computing: mx.Dtype,
+    anew: Requantise | None,
+) -> Iterator[Weight]:
+    """A tensor as the parameters that it holds; floats still in the file's own dtype, for what is added to them."""
+    tensor = file.tensors[name]
+    floats = tensor.type.name in FLOATS
+    if not floats and len(tensor.shape) == 1:
+        raise file.fault(
+            f"tensor {name!r} of {tensor.shape[0]} values is of type {tensor.type.name}, which is for matrices"
+        )
+    weight = family.changed(name, file.read(name, None if floats else computing, anew), config)
+    if len(family.parameters(name, config["num_hidden_layers"])) == 2:
+        yield from weight.halves()
+    else:
+        yield weight
 
-    nn.quantize(model, class_predicate=quantisation)
-    parameters = _parameters(weights)
-    _check_fit(file, model, parameters, {theirs: ours for ours, theirs in names.items()})
+
+def _named(parameter: str, weight: Weight, dtype: mx.Dtype) -> dict[str, mx.array]:
+    """The arrays of a weight under their names, floats in `dtype`; evaluated, so that nothing keeps the file's own."""
+    arrays = {}
+    for kind, array in weight.arrays.items():
+        name = parameter if kind == "weight" else parameter.removesuffix("weight") + kind
+        arrays[name] = array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+    mx.eval(list(arrays.values()))
+    return arrays
+
+
+def _packable(module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized")
+
+
+def _fill(
+    file: GGUFFile, family: Family, model: nn.Module, parameters: dict[str, mx.array], config: Mapping[str, Any]
+) -> None:
+    """Give `model` its parameters: every one, of the right shape, none left over."""
+    expected = dict(tree_flatten(model.parameters()))
+    for name in expected.keys() - parameters.keys():
+        if name.endswith(family.optional or ("\0",)):
+            parameters[name] = expected[name]
+
+    def tensor_of(parameter: str) -> str:
+        layers = config["num_hidden_layers"]
+        return next((t for t in family.tensors(layers) if parameter in family.parameters(t, layers)), parameter)
+
+    if missing := sorted(expected.keys() - parameters.keys()):
+        raise file.fault(f"tensor {tensor_of(missing[0])!r} is missing")
+    for name, array in parameters.items():
+        if name not in expected:
+            raise file.fault(f"tensor {tensor_of(name)!r} has no place in this model")
+        if array.shape != expected[name].shape:
+            raise file.fault(f"{tensor_of(name)!r} has shape {array.shape} where {expected[name].shape} is expected")
     model.load_weights(list(parameters.items()))
     model.eval()
-    return model
-
-
-def _parameter_names(layers: int) -> dict[str, str]:
-    """GGUF tensor name -> mlx-lm parameter name, for all that a file of these architectures may hold."""
-    modules = dict(_TOP)
-    for i in range(layers):
-        modules |= {f"blk.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in _LAYER.items()}
-    return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")}
-
-
-def _restore_row_order(weights: dict[str, Weight], heads: int, kv_heads: int) -> None:
-    """Undo the row order of Llama files.
-
-    They interleave the two halves of each query and key head, for a rotation of neighbours; mlx-lm rotates
-    halves. The order is one of output rows, so packed rows move whole, with their scales.
-    """
-    for name, weight in weights.items():
-        count = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
-        if count and weight.weight.shape[0] % (2 * count) == 0:
-            rows = np.arange(weight.weight.shape[0])
-            weights[name] = weight.take_rows(rows.reshape(count, -1, 2).swapaxes(1, 2).reshape(-1))
-
-
-def _parameters(weights: dict[str, Weight]) -> dict[str, mx.array]:
-    """Parameter name -> array, the floating ones in the one dtype that `load_gguf` promises."""
-    matrices = [weight for weight in weights.values() if weight.weight.ndim > 1]
-    dtypes = [(matrix.weight if matrix.scales is None else matrix.scales).dtype for matrix in matrices]
-    dtype = reduce(lambda a, b: mx.result_type(mx.array(0, a), mx.array(0, b)), dtypes)
-    parameters = {}
-    for name, weight in weights.items():
-        if weight.scales is None or weight.biases is None:
-            parameters[name] = weight.weight.astype(dtype)
-            continue
-        parameters[name] = weight.weight
-        parameters[name.removesuffix("weight") + "scales"] = weight.scales.astype(dtype)
-        parameters[name.removesuffix("weight") + "biases"] = weight.biases.astype(dtype)
-    return parameters
-
-
-def _check_fit(
-    file: GGUFFile, model: nn.Module, parameters: dict[str, mx.array], tensor_names: Mapping[str, str]
-) -> None:
-    expected = dict(tree_flatten(model.parameters()))
-    if missing := sorted(expected.keys() - parameters.keys()):
-        raise file.fault(f"tensor {tensor_names.get(missing[0], missing[0])!r} is missing")
-    for name, array in parameters.items():
-        tensor = tensor_names.get(name, name)
-        if name not in expected:
-            raise file.fault(f"tensor {tensor!r} has no place in this model")
-        if array.shape != expected[name].shape:
-            raise file.fault(f"{tensor!r} has shape {array.shape} where {expected[name].shape} is expected")

@@ -1,149 +1,185 @@
 """The metadata of a GGUF file as an mlx-lm configuration, refused where the two cannot say the same."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError
+from .gguf_families import FAMILIES, Family
+from .gguf_fields import Fields, partial, scaled, unscaled
 from .gguf_file import GGUFFile
+from .gguf_gemma import gemma2, gemma3, gemma4
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-ROPE_FACTORS = "rope_freqs.weight"
-
-# Keys that change the arithmetic in ways that the mlx-lm models have no field for, with the value that
-# changes nothing.
-_NEUTRAL: dict[str, Any] = {
-    "expert_count": 0,
-    "attention.causal": True,
-    "attention.scale": 0.0,
-    "attention.sliding_window": 0,
-    "attention.clamp_kqv": 0.0,
-    "attention.max_alibi_bias": 0.0,
-    "logit_scale": 0.0,
-    "residual_scale": 0.0,
-    "embedding_scale": 0.0,
-    "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.alpha": 0.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
-}
+Config = dict[str, Any]
 
 
-def model_config(file: GGUFFile) -> dict[str, Any]:
+def family_of(file: GGUFFile) -> tuple[str, Family]:
+    """The architecture of a file by llama.cpp's name. Raises CheckpointError for one that is not known."""
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise CheckpointError(
+            f"{file.path} is of architecture {architecture!r}; give a GGUF file of {', '.join(FAMILIES)}, or the model "
+            "in mlx-lm's format"
+        )
+    return architecture, FAMILIES[architecture]
+
+
+def model_config(file: GGUFFile) -> Config:
     """The mlx-lm configuration (as in config.json) of a GGUF file.
 
     Raises CheckpointError for another architecture, a missing or absurd field, or a field that mlx-lm cannot
     honour.
     """
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path} is of architecture {architecture!r}; give a GGUF file of "
-            f"{', '.join(ARCHITECTURES)}, or the model in mlx-lm's format."
-        )
-    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
-        raise CheckpointError(f"{file.path} is one of {parts} parts; join them with llama-gguf-split --merge first.")
-    fields = _Fields(file, architecture)
-    for key, neutral in _NEUTRAL.items():
-        if (value := fields.optional(key, neutral)) != neutral:
-            raise CheckpointError(
-                f"{file.path} sets {architecture}.{key} to {value!r}, which mlx-lm's {architecture} model "
-                "cannot do; use another conversion of the model."
-            )
-    hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
-    head_dim = fields.count("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (value := fields.count(key, head_dim)) != head_dim:
-            raise file.fault(f"{architecture}.{key} is {value} where the head dimension is {head_dim}")
-    if architecture == "qwen2" and head_dim * heads != hidden:
-        raise file.fault(f"{heads} heads of {head_dim} do not make the hidden size {hidden}")
-    kv_heads = fields.count("attention.head_count_kv", heads)
+    architecture, family = family_of(file)
+    fields = Fields(file, architecture)
+    known, own = _OWN[architecture]
+    fields.refuse(family.model_type, known)
+    config = _shared(fields, family.model_type)
+    return config | own(fields, config)
+
+
+def mtp_layers(file: GGUFFile) -> int:
+    """How many of a file's blocks are MTP heads, after its trunk's."""
+    count = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers", 0)
+    if type(count) is not int or not 0 <= count < 1 << 16:
+        raise file.fault(f"nextn_predict_layers is {count!r}, not a number of layers")
+    return count
+
+
+def _shared(fields: Fields, model_type: str) -> Config:
+    """What all configurations have."""
+    file, hidden = fields.file, fields.count("embedding_length")
+    if (layers := fields.count("block_count") - mtp_layers(file)) > len(file.tensors) or layers < 1:
+        raise file.fault(f"it claims {layers} layers and has {len(file.tensors)} tensors")
+    heads = fields.count("attention.head_count")
+    head_dim = fields.count("attention.key_length", max(hidden // heads, 1))
+    if (size := fields.count("attention.value_length", head_dim)) != head_dim:
+        raise fields.wrong("attention.value_length", size, f"where the head dimension is {head_dim}")
+    kv_heads = min(fields.counts("attention.head_count_kv", layers, heads))
     if heads % kv_heads or head_dim % 2:
         raise file.fault(f"{heads} heads of {head_dim} do not go with {kv_heads} key-value heads")
-    if (layers := fields.count("block_count")) > len(file.tensors):
-        raise file.fault(f"it claims {layers} layers and has {len(file.tensors)} tensors")
-    config = {
-        "model_type": architecture,
+    return {
+        "model_type": model_type,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": fields.count("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": _vocabulary_size(file, hidden),
+        "vocab_size": fields.vocabulary(hidden),
         "max_position_embeddings": fields.count("context_length"),
         "rope_theta": fields.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, fields, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    if architecture == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
-    return config if architecture == "qwen2" else config | {"head_dim": head_dim}
 
 
-def _vocabulary_size(file: GGUFFile, hidden: int) -> int:
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise file.fault("tensor 'token_embd.weight' is missing")
-    if embedding.shape[1:] != (hidden,):
-        raise file.fault(f"'token_embd.weight' has shape {embedding.shape} where the hidden size is {hidden}")
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
-        raise file.fault(f"it has {len(tokens)} tokens and {embedding.shape[0]} embeddings")
-    return embedding.shape[0]
+def _llama(fields: Fields, config: Config) -> Config:
+    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    return scaled(fields, config) | {key: name in fields.file.tensors for key, name in biases.items()}
 
 
-def _rope_scaling(file: GGUFFile, fields: "_Fields", head_dim: int) -> dict[str, Any] | None:
-    kind = fields.optional("rope.scaling.type", "linear")
-    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0)) or 1.0
-    if (tensor := file.tensors.get(ROPE_FACTORS)) is not None:
-        if tensor.shape != (head_dim // 2,) or tensor.bits is not None:
-            raise file.fault(f"{ROPE_FACTORS} is not {head_dim // 2} plain numbers but of shape {tensor.shape}")
-        if kind == "yarn" or factor != 1.0:
-            raise file.fault(f"it has both {ROPE_FACTORS} and {kind} scaling by {factor}")
-        # A divisor for each frequency (Llama 3). That is mlx-lm's longrope, as long as its own scaling of the
-        # values is kept out by an original context that no model exceeds.
-        factors = file.read(ROPE_FACTORS).weight.tolist()
-        return {
-            "type": "longrope",
-            "original_max_position_embeddings": 1 << 40,
-            "short_factor": factors,
-            "long_factor": factors,
-        }
-    if kind == "none" or (kind in ("linear", "yarn") and factor == 1.0):
-        return None
-    if kind == "linear":
-        return {"type": "linear", "factor": factor}
-    if kind == "yarn":
-        return {
-            "type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": fields.count(
-                "rope.scaling.original_context_length", fields.count("context_length")
-            ),
-            "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
-        }
-    raise CheckpointError(f"{file.path} scales its positions by {kind!r}; only linear, yarn and rope_freqs are read.")
+def _qwen2(fields: Fields, config: Config) -> Config:
+    hidden, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if head_dim * heads != hidden:
+        raise fields.file.fault(f"{heads} heads of {head_dim} do not make the hidden size {hidden}")
+    return scaled(fields, config)
 
 
-class _Fields:
-    """Typed access to the keys of one architecture."""
+def _experts(fields: Fields) -> Config:
+    return {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
 
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file, self.prefix = file, architecture + "."
 
-    def optional(self, key: str, default: Any) -> Any:
-        return self.file.metadata.get(self.prefix + key, default)
+def _qwen3moe(fields: Fields, config: Config) -> Config:
+    return unscaled(fields, config) | _experts(fields)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.optional(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.file.fault(f"{self.prefix + key} is {value!r}, not a number")
-        return float(value)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.optional(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise self.file.fault(f"{self.prefix + key} is {value!r}, not a positive whole number")
-        return value
+def _qwen35(fields: Fields, config: Config) -> Config:
+    layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    interval, values = fields.count("full_attention_interval", 4), fields.count("ssm.time_step_rank")
+    linear = fields.flags("attention.recurrent_layers", layers)
+    if linear not in (None, [(i + 1) % interval != 0 for i in range(layers)]):
+        raise fields.impossible("attention.recurrent_layers", config["model_type"])
+    scaling = fields.rope_scaling(head_dim)
+    keys, inner = fields.count("ssm.group_count"), fields.count("ssm.inner_size")
+    if values % keys or inner % values:
+        raise fields.file.fault(f"{values} value heads go neither with {keys} key heads nor into {inner} values")
+    return {
+        "intermediate_size": fields.count("feed_forward_length", 1),
+        "full_attention_interval": interval,
+        "linear_num_value_heads": values,
+        "linear_num_key_heads": keys,
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+        "rope_parameters": {
+            "type": "default",
+            **(scaling or {}),
+            "rope_theta": config["rope_theta"],
+            "partial_rotary_factor": partial(fields.count("rope.dimension_count", head_dim), head_dim),
+        },
+    }
+
+
+def _qwen35moe(fields: Fields, config: Config) -> Config:
+    shared = fields.count("expert_shared_feed_forward_length")
+    return _qwen35(fields, config) | _experts(fields) | {"shared_expert_intermediate_size": shared}
+
+
+def _phi3(fields: Fields, config: Config) -> Config:
+    """Its sliding window is left out, as by mlx-lm, llama.cpp and the later ones of its own configurations."""
+    head_dim = config["head_dim"]
+    rotated = fields.count("rope.dimension_count", head_dim)
+    long, short = (fields.factors(f"rope_factors_{kind}.weight", rotated // 2) for kind in ("long", "short"))
+    context = config["max_position_embeddings"]
+    original = fields.count("rope.scaling.original_context_length", context)
+    if config["num_attention_heads"] * head_dim != config["hidden_size"]:
+        raise fields.file.fault(
+            f"{config['num_attention_heads']} heads of {head_dim} do not make the hidden size {config['hidden_size']}"
+        )
+    scaling = None
+    if long is not None and short is not None:
+        scaling = {"type": "longrope", "long_factor": long, "short_factor": short}
+        longer = context / original
+        grown = math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 else 1.0
+        if not math.isclose(fields.number("rope.scaling.attn_factor", 1.0), grown, rel_tol=1e-4):
+            raise fields.impossible("rope.scaling.attn_factor", "phi3")
+    return {
+        "intermediate_size": fields.count("feed_forward_length"),
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": partial(rotated, head_dim),
+        "rope_scaling": scaling,
+    }
+
+
+# By architecture: the keys of NEUTRAL that its own part of the configuration honours, and that part.
+_EXPERT_KEYS = ("expert_count",)
+_OWN: dict[str, tuple[tuple[str, ...], Callable[[Fields, Config], Config]]] = {
+    "llama": ((), _llama),
+    "smollm3": ((), _llama),
+    "qwen2": ((), _qwen2),
+    "qwen3": ((), scaled),
+    "qwen3moe": (_EXPERT_KEYS, _qwen3moe),
+    "qwen35": ((), _qwen35),
+    "qwen35moe": ((*_EXPERT_KEYS, "expert_shared_count"), _qwen35moe),
+    "gemma": ((), unscaled),
+    "gemma2": (("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"), gemma2),
+    "gemma3": (("attention.sliding_window",), gemma3),
+    "gemma4": (
+        (
+            *_EXPERT_KEYS,
+            "attention.sliding_window",
+            "attention.shared_kv_layers",
+            "final_logit_softcapping",
+            "embedding_length_per_layer_input",
+        ),
+        gemma4,
+    ),
+    "phi3": (("attention.sliding_window", "rope.scaling.attn_factor"), _phi3),
+}

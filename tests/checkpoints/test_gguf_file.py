@@ -1,62 +1,20 @@
-"""The container: values to the bit, and damage of every kind as a sentence."""
+"""The container and its parts, and damage of every kind as a sentence."""
 
 import random
 import struct
 from pathlib import Path
 
-import mlx.core as mx
+import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter
-from gguf.quants import dequantize, quantize
 
-from mlx_specdec.checkpoints.gguf_file import GGUFFile, Weight
+from mlx_specdec import checkpoints
+from mlx_specdec.checkpoints.gguf_file import GGUFFile
 from mlx_specdec.errors import CheckpointError
 
-from .tiny_gguf import TinyGGUF
-
-READABLE = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q8_0]
-
-
-def write(path: Path, values: np.ndarray, kind: Type) -> Path:
-    writer = GGUFWriter(path, "llama")
-    writer.add_tensor("a", values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def to_float32(weight: Weight, bits: int | None) -> np.ndarray:
-    if weight.scales is None or weight.biases is None:
-        return np.array(weight.weight.astype(mx.float32))
-    scales, biases = weight.scales.astype(mx.float32), weight.biases.astype(mx.float32)
-    return np.array(mx.dequantize(weight.weight, scales, biases, group_size=32, bits=bits))
-
-
-@pytest.mark.parametrize("kind", READABLE)
-def test_values_equal_those_of_the_gguf_package_to_the_bit(tmp_path, kind):
-    values = np.random.default_rng(0).normal(0, 1, (48, 96)).astype(np.float32)
-    values[0, :4] = [1e5, -1e5, 1e-30, 0] if kind in (Type.F32, Type.BF16) else 0
-    packed = quantize(values, kind)
-    file = GGUFFile(write(tmp_path / "m.gguf", packed, kind))
-    expected = dequantize(packed, kind)
-    np.testing.assert_array_equal(to_float32(file.read("a"), file.tensors["a"].bits), expected)
-
-
-def test_every_code_of_a_block_in_its_place(tmp_path):
-    """Arbitrary bytes as codes, so that each nibble and each int8 occurs at each position."""
-    rng = np.random.default_rng(1)
-    for kind, size in ((Type.Q4_0, 18), (Type.Q4_1, 20), (Type.Q8_0, 34)):
-        blocks = rng.integers(0, 256, (64, 3 * size), dtype=np.uint8)
-        for at in range(0, 3 * size, size):
-            blocks[:, at : at + 2] = rng.normal(0, 1, 64).astype("<f2").view(np.uint8).reshape(64, 2)
-            blocks[:, at + 2 : at + 4] = blocks[:, at : at + 2]
-        file = GGUFFile(write(tmp_path / f"{kind.name}.gguf", blocks, kind))
-        got = to_float32(file.read("a"), file.tensors["a"].bits)
-        np.testing.assert_array_equal(got, dequantize(blocks, kind))
+from .tiny_gguf import TinyGGUF, logits
 
 
 def test_metadata_of_every_kind(tmp_path):
@@ -112,6 +70,7 @@ def test_a_damaged_file_is_refused(tmp_path, whole):
     assert "header wants" in refusal(tmp_path, whole[: data_start // 2])
     assert "should take" in refusal(tmp_path, whole[: data_start + 100])
     assert "should take" in refusal(tmp_path, whole[:-40])
+    assert "two tensors have the same name" in refusal(tmp_path, whole.replace(b"blk.0.ffn_up", b"blk.1.ffn_up"))
 
 
 @pytest.mark.parametrize("count", [1 << 20, 1 << 62, (1 << 64) - 1])
@@ -130,18 +89,99 @@ def test_absurd_shapes_and_offsets_are_refused(tmp_path, whole):
         refusal(tmp_path, whole[: at + offset] + packed + whole[at + offset + len(packed) :])
 
 
-def test_other_quantisation_is_named(tmp_path):
-    path = write(tmp_path / "m.gguf", np.zeros((4, 210), np.uint8), Type.Q6_K)
-    with pytest.raises(CheckpointError, match="tensor 'a' is of type Q6_K, which is not read; use a file of F32"):
-        GGUFFile(path)
+def test_an_unknown_type_is_named(tmp_path, whole):
+    at = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    words = "tensor 'token_embd.weight' is of the unknown type number 4096; use a file of another quantisation"
+    assert words in refusal(tmp_path, whole[:at] + struct.pack("<I", 4096) + whole[at + 4 :])
+    assert "type number 31" in refusal(tmp_path, whole[:at] + struct.pack("<I", 31) + whole[at + 4 :]), "Q4_0_4_4"
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path):
-    blocks = np.zeros((2, 18), np.uint8)
-    blocks[1, :2] = np.array([np.inf], "<f2").view(np.uint8)
-    file = GGUFFile(write(tmp_path / "m.gguf", blocks, Type.Q4_0))
-    with pytest.raises(CheckpointError, match="scales of tensor 'a' are not finite"):
-        file.read("a")
+def test_integers(tmp_path):
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name, values in (("d2t", np.array([5, -1, 1 << 40])), ("small", np.array([[1, -2]], np.int8))):
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "m.gguf")
+    assert file.integers("d2t").tolist() == [5, -1, 1 << 40]
+    assert file.integers("small").tolist() == [[1, -2]]
+
+
+# parts
+
+
+def split(path: Path, count: int, **keys: list[int]) -> list[Path]:
+    """A tiny model in parts, as llama-gguf-split makes them: all metadata in the first. `keys` replace what the parts
+    say of themselves."""
+    TinyGGUF().write(path / "whole.gguf")
+    reader = GGUFReader(path / "whole.gguf")
+    parts = [path / f"m-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    for i, part in enumerate(parts):
+        tensors = reader.tensors[i::count]
+        writer = GGUFWriter(part, "llama")
+        for key, field in reader.fields.items() if i == 0 else ():
+            if not key.startswith(("GGUF.", "general.architecture")):
+                kinds = [int(kind) for kind in field.types]
+                writer.add_key_value(key, field.contents(), *[gguf.GGUFValueType(kind) for kind in kinds[:2]])
+        said = {"split.no": list(range(count)), "split.count": [count] * count,
+                "split.tensors.count": [len(reader.tensors)] * count} | keys  # fmt: skip
+        for key, values in said.items():
+            writer.add_uint32(key, values[i])
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+def test_a_split_file_is_named_by_any_of_its_parts(tmp_path):
+    parts = split(tmp_path, 3)
+    expected = logits(checkpoints.load(tmp_path / "whole.gguf")[0])
+    for part in parts:
+        model, tokenizer = checkpoints.load(part)
+        np.testing.assert_array_equal(logits(model), expected)
+        assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+def test_parts_that_do_not_make_a_whole(tmp_path):
+    parts = split(tmp_path, 2)
+    parts[0].rename(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf is one of 2 parts and m-00001-of-00002\.gguf is "
+                       "missing; fetch it too"):  # fmt: skip
+        GGUFFile(parts[1])
+    (tmp_path / "kept").rename(tmp_path / "renamed.gguf")
+    with pytest.raises(
+        CheckpointError, match=r"one of 2 parts; name it as NAME-00001-of-00002\.gguf beside the others"
+    ):
+        GGUFFile(tmp_path / "renamed.gguf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"split.no": [0, 0]}, "calls itself part 0"),
+        ({"split.count": [2, 7], "split.no": [0, 5]}, "calls itself part 5"),
+        ({"split.tensors.count": [99, 99]}, "should hold 99"),
+    ],
+)
+def test_parts_that_belong_to_others(tmp_path, keys, words):
+    with pytest.raises(CheckpointError, match=words):
+        GGUFFile(split(tmp_path, 2, **keys)[0])
+
+
+def test_a_part_that_repeats_a_tensor(tmp_path):
+    parts = split(tmp_path, 2)
+    whole = TinyGGUF(extra={"split.no": 1, "split.count": 2})
+    whole.write(parts[1])
+    with pytest.raises(CheckpointError, match="is in an earlier part too"):
+        GGUFFile(parts[0])
+
+
+# damage
 
 
 def test_random_damage_is_an_error_or_harmless(tmp_path, whole):

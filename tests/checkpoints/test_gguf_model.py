@@ -147,7 +147,7 @@ def llama3_factors(scaling: dict[str, Any], dims: int = 16, base: float = 10000.
         (TinyGGUF(extra={"llama.rope.scaling.type": "longrope"}), "'longrope'"),
         (TinyGGUF(extra={"tokenizer.ggml.tokens": [str(i) for i in range(999)]}), "999 tokens and"),
         (TinyGGUF(tensors={"rope_freqs.weight": ONES}), "rope_freqs.weight is not 8 plain numbers"),
-        (TinyGGUF(extra={"split.count": 3}), "one of 3 parts"),
+        (TinyGGUF(extra={"split.count": 3}), "one of 3 parts; name it as"),
         (TinyGGUF(without=("blk.1.ffn_up.weight",)), "'blk.1.ffn_up.weight' is missing"),
         (TinyGGUF(without=("token_embd.weight",)), "'token_embd.weight' is missing"),
         (TinyGGUF(without=("blk.1.attn_v.bias",), arch="qwen2"), "'blk.1.attn_v.bias' is missing"),

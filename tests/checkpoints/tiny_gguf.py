@@ -104,9 +104,7 @@ class TinyGGUF:
         """Write the file; returns GGUF tensor name -> its values, float32, in Hugging Face's row order."""
         rng = np.random.default_rng(7)
         writer = gguf.GGUFWriter(path, self.arch)
-        for key, value in (metadata(self.arch) | self.extra).items():
-            if value is not None:
-                _add(writer, key, value)
+        add_metadata(writer, metadata(self.arch) | self.extra)
         held = {}
         for name, shape in shapes(self.arch, tied=self.tied, biases=self.biases).items():
             values = rng.normal(0, 0.3, shape).astype(np.float32)
@@ -129,20 +127,45 @@ class TinyGGUF:
         return held
 
 
+def write_tensors(path: Path, tensors: dict[str, tuple[np.ndarray, Type]], arch: str = "llama") -> None:
+    """A file of nothing but tensors, each packed as its type says."""
+    writer = gguf.GGUFWriter(path, arch)
+    for name, (packed, kind) in tensors.items():
+        writer.add_tensor(name, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_blocks(kind: Type, rows: int, columns: int, seed: int = 1) -> np.ndarray:
+    """uint8 [rows, bytes]: any bytes that stand for numbers of ordinary size."""
+    rng = np.random.default_rng(seed)
+    values, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (rows * columns // values, nbytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        while (odd := ~(np.abs(gguf.quants.dequantize(blocks, kind)).max(axis=-1) < 1000)).any():
+            blocks[odd] = rng.integers(0, 256, (odd.sum(), nbytes), dtype=np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def permute(values: np.ndarray, heads: int) -> np.ndarray:
     """The row order of Llama files, as llama.cpp's converter makes it."""
     grouped = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return np.ascontiguousarray(grouped.swapaxes(1, 2).reshape(values.shape))
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_metadata(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+    """Write keys, each by the type of its value; None is left out."""
     adders = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
     }
-    adders.get(type(value), writer.add_array)(key, value)
+    for key, value in values.items():
+        if value is not None:
+            adders.get(type(value), writer.add_array)(key, value)
 
 
 def dense_model(spec: TinyGGUF, held: dict[str, np.ndarray], **config: Any) -> Any:
