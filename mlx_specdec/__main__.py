@@ -5,6 +5,7 @@ import click
 from .bench import command as bench
 from .convert import command as convert
 from .generate import command as generate
+from .models import command as models
 from .prove import command as prove
 
 
@@ -17,6 +18,7 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(convert)
 main.add_command(generate)
+main.add_command(models)
 main.add_command(prove)
 
 if __name__ == "__main__":

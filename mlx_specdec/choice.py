@@ -71,7 +71,7 @@ def choose(
     try:
         Target(model, cache).close()
     except UnsupportedModelError as error:
-        return _said(Choice("none", None, _reason(error)), {})
+        return _said(Choice("none", None, reason(error)), {})
     names, config = identity(source, revision, models)
     families, by = known.families(names, config or _arguments(model))
     fitting = known.drafters_for(families)
@@ -121,7 +121,7 @@ def _first(
         except (SpecDecError, OSError) as error:
             if remote and isinstance(error, Unreachable):
                 break  # the others would fare the same
-            failed[name] = _reason(error)
+            failed[name] = reason(error)
     return None, failed
 
 
@@ -133,7 +133,7 @@ def _said(choice: Choice, failed: Mapping[str, str]) -> Choice:
     return choice
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What is wrong, without what to do about it."""
     return " ".join(str(error).split()).partition("; ")[0].rstrip(".")
 

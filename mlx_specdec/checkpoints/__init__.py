@@ -118,21 +118,23 @@ def _fetch_model(
 
     known = catalogue(models).drafters.get(repository)
     if known is not None and known.method != "draft_model":
-        raise _not_a_model(repository, known.method, f", {' or '.join(known.targets)}")
+        raise not_a_model(repository, known.method, f", {' or '.join(known.targets)}")
     config = snapshot(repository, revision, ("config.json",), offline=offline)
     if (config / "config.json").exists():
-        _refuse_drafter(Folder(config), repository)
+        refuse_drafter(Folder(config), repository)
     return snapshot(repository, revision, files, offline=offline)
 
 
-def _refuse_drafter(files: "Folder", name: str) -> None:
+def refuse_drafter(files: "Folder", name: str) -> None:
+    """Raise CheckpointError, saying what it is for, when a folder is a drafter's."""
     from .drafter import kind_of, made_for
 
     if kind := kind_of(files):
-        raise _not_a_model(name, kind, made_for(files))
+        raise not_a_model(name, kind, made_for(files))
 
 
-def _not_a_model(name: str, kind: str, target: str) -> CheckpointError:
+def not_a_model(name: str, kind: str, target: str) -> CheckpointError:
+    """The sentence for a drafter that is given as a model."""
     return CheckpointError(
         f"{name} is a drafter ({kind}) and not a model; give it with --drafter, and as the model the one it was "
         f"made for{target}"
@@ -153,7 +155,7 @@ def _load_folder(
     from .mtp_layout import trunk_classes
 
     files = Folder(folder)
-    _refuse_drafter(files, str(folder))
+    refuse_drafter(files, str(folder))
     files.files()  # a missing shard is named
     model, config = load_model(
         folder,
