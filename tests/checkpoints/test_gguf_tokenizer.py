@@ -88,6 +88,20 @@ def test_named_ids_the_ends_of_a_text_and_the_chat_template(tmp_path):
     assert not tokenizer(tmp_path, chat_template=None).has_chat_template
 
 
+def test_a_turn_ends_where_only_the_token_says_so(tmp_path):
+    """Older files name the end of a sequence and no other; a token that looks like one but is text ends nothing."""
+    assert tokenizer(tmp_path, ggml__eos_token_id=0).eos_token_ids == {0, TOKENS.index("<|im_end|>")}
+    types = [3, 3, 1, 4] + [1] * (len(TOKENS) - 4)
+    assert tokenizer(tmp_path, ggml__eos_token_id=0, ggml__token_type=types).eos_token_ids == {0}
+
+
+def test_named_chat_templates(tmp_path):
+    found = tokenizer(tmp_path, chat_templates=["tool_use"], chat_template__tool_use="{{ tools[0]['name'] }}hello")
+    said = [{"role": "user", "content": "d"}]
+    assert found.decode(found.apply_chat_template(said, tools=[{"name": "ok"}])) == "okhello"
+    assert found.decode(found.apply_chat_template(said)) == "<|im_start|>d<|im_end|>"
+
+
 def test_the_streaming_detokenizer_is_the_fast_one(tmp_path):
     found = tokenizer(tmp_path)
     detokenizer = found.detokenizer
@@ -107,8 +121,11 @@ def test_a_chat_template_cannot_leave_its_sandbox(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"ggml__model": "llama"}, "tokenizer of kind 'llama'"),
+        ({"ggml__model": "bert"}, "tokenizer of kind 'bert', and only gpt2, llama, gemma4 are read"),
         ({"ggml__model": None}, "tokenizer of kind None"),
+        ({"ggml__model": "llama"}, "no score each"),
+        ({"ggml__model": "llama", "ggml__scores": [1.0]}, "no score each"),
+        ({"ggml__model": "gemma4", "ggml__merges": None}, "no list of strings tokenizer.ggml.merges"),
         ({"ggml__pre": "klingon"}, "pre-tokenizer 'klingon'"),
         ({"ggml__pre": None}, "pre-tokenizer None"),
         ({"ggml__add_space_prefix": True}, "a space before every text"),
