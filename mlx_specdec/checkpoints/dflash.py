@@ -27,8 +27,12 @@ def read(folder: Folder) -> DFlash:
         raise CheckpointError(f"{folder.path} has a mask vector of its own (mask_embedding.pt), which is not "
                               "supported; use a DFlash drafter with a mask token")  # fmt: skip
     tensors = {_name(name): x for name, x in folder.tensors().items()}
-    config = _config(folder, tensors)
-    network = DFlash(config, _draft_ids(folder, config, tensors))
+    try:
+        config = _config(folder, tensors)
+        network = DFlash(config, _draft_ids(folder, config, tensors))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values of kinds that nothing here expects
+        raise CheckpointError(f"the config of {folder.path} cannot be used ({type(error).__name__}: {error}); fetch the "
+                              "checkpoint again, or use another drafter") from error  # fmt: skip
     fill(network, {name: x for name, x in tensors.items() if name not in LEFT_OVER}, folder)
     return network
 
@@ -90,7 +94,7 @@ def _config(folder: Folder, tensors: dict[str, mx.array]) -> DFlashConfig:
         num_target_layers=fields.get("num_target_layers"),
         target_name=verifier,
         attention_bias=bool(fields.get("attention_bias")),
-        sinks="layers.0.self_attn.sinks" in tensors,
+        sinks=tuple(i for i in range(len(kinds)) if f"layers.{i}.self_attn.sinks" in tensors),
         sample_from_anchor=bool(fields.get("sample_from_anchor")),
         # speculators trains on the rows of the embedding as they are, whatever its target multiplies them by
         scaled_embedding=not fields.speculators,
@@ -111,6 +115,13 @@ def _check(fields: _Fields, config: DFlashConfig) -> None:
                               "fetch the checkpoint again")  # fmt: skip
     if (activation := fields.get("hidden_act") or "silu") != "silu":
         raise CheckpointError(f"{where} has the hidden_act {activation!r} and DFlash has silu; use another drafter")
+    if config.hidden_size != config.target_hidden_size and None in (config.embedding_size, config.draft_vocab_size):
+        raise CheckpointError(f"{where} has the hidden_size {config.hidden_size} and its target "
+                              f"{config.target_hidden_size}, whose embedding and head it cannot use, and not both of "
+                              "its own; fetch the checkpoint again")  # fmt: skip
+    if not 0 <= config.mask_token_id < (config.embedding_size or config.mask_token_id + 1):
+        raise CheckpointError(f"{where} has the mask_token_id {config.mask_token_id} and its embedding "
+                              f"{config.embedding_size} rows; fetch the checkpoint again")  # fmt: skip
     reduced = fields.get("draft_vocab_size") if fields.speculators else None
     if reduced not in (None, config.vocab_size, config.draft_vocab_size):
         raise CheckpointError(f"{where} has the draft_vocab_size {reduced} and its lm_head has "

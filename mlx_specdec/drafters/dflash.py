@@ -91,8 +91,7 @@ class DFlashDrafter:
             fed = mx.concatenate([fed, token])
             if q is not None:
                 probs.append(q)
-        mx.async_eval(fed)
-        self._compute()
+        self._compute(fed)
         return Draft(fed[1:], mx.concatenate(probs) if probs else None)
 
     def settle(self, drafted: int, accepted: int) -> None:
@@ -101,18 +100,19 @@ class DFlashDrafter:
     def close(self) -> None:
         pass
 
-    def _compute(self) -> None:
+    def _compute(self, *more: mx.array) -> None:
         """What stays lazy belongs to this thread."""
-        mx.async_eval([context.arrays for context in self._contexts])
+        mx.async_eval(*more, [context.arrays for context in self._contexts])
 
 
 def _embedding(network: DFlash, target: "Target") -> Callable[[mx.array], mx.array]:
     """Tokens int [n] -> [n, hidden] in the network's dtype."""
     config, dtype = network.config, network.dtype
+    ends = target.ends if config.embedding_size is None else None
 
     def embed(tokens: mx.array) -> mx.array:
-        if config.embedding_size is None:
-            return target.ends.embed(tokens, config.scaled_embedding)
+        if ends is not None:
+            return ends.embed(tokens, config.scaled_embedding)
         return network.embed_tokens(mx.where(tokens < config.embedding_size, tokens, 0))  # beyond it is padding
 
     return lambda tokens: (embed(tokens) * config.input_embedding_scale).astype(dtype)
@@ -122,5 +122,6 @@ def _head(network: DFlash, target: "Target") -> Callable[[mx.array], mx.array]:
     """Outputs [n, hidden] -> logits float32 [n, target's vocabulary]."""
     if network.config.draft_vocab_size is not None:
         return lambda output: network.logits(network.lm_head(output), target.vocab, capped=False)
-    dtype, capped = target.ends.embed(mx.array([0])).dtype, target.ends.caps
-    return lambda output: network.logits(target.ends.head(output.astype(dtype)), target.vocab, capped)
+    ends = target.ends
+    dtype, capped = ends.embed(mx.array([0])).dtype, ends.caps
+    return lambda output: network.logits(ends.head(output.astype(dtype)), target.vocab, capped)

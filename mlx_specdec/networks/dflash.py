@@ -36,8 +36,8 @@ class DFlashConfig:
     """Sizes and conventions of one checkpoint.
 
     `target_*` say what it was made for, `target_layer_ids` by the output of a layer numbered from 0. `sights` and
-    `ropes` (theta, and the scaling as configs write it) have an entry for each layer. `draft_vocab_size` is that of its
-    own head; None, for it or the embedding, stands for the target's.
+    `ropes` (theta, and the scaling as mlx-lm reads it) have an entry for each layer, `sinks` names those with attention
+    sinks. `embedding_size` and `draft_vocab_size` are the rows of its own embedding and head, None for the target's.
     """
 
     hidden_size: int
@@ -57,7 +57,7 @@ class DFlashConfig:
     num_target_layers: int | None = None
     target_name: str | None = None
     attention_bias: bool = False
-    sinks: bool = False
+    sinks: tuple[int, ...] = ()
     sample_from_anchor: bool = False
     scaled_embedding: bool = True
     input_embedding_scale: float = 1.0
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=bias)
         self.q_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        if config.sinks:
+        if layer in config.sinks:
             self.sinks = mx.zeros((self.heads,))
         theta, scaling = config.ropes[layer]
         self.rope = initialize_rope(size, theta, False, scaling, config.max_position_embeddings)
@@ -170,9 +170,10 @@ class DFlash(nn.Module):
 
     @property
     def highest_id(self) -> int:
-        """The highest token of the target that it knows of."""
+        """The highest token that it has to have of the target: drafted, or its mask embedded."""
+        mask = [self.config.mask_token_id] if self.config.embedding_size is None else []
         drafted = [] if self._draft_ids is None else np.array(self._draft_ids).tolist()
-        return max([self.config.mask_token_id, *drafted])
+        return max([0, *mask, *drafted])
 
     def make_contexts(self, window: int | None) -> list[Context]:
         """Empty ones, a layer each; `window` bounds those that would keep every token."""
