@@ -18,7 +18,7 @@ from .checkpoints.folder import Folder
 from .checkpoints.hub import Unreachable, cached, hub_offline
 from .drafters import DEFAULT
 from .errors import SpecDecError, UnsupportedModelError
-from .pairs import MTP, load_drafter, load_heads
+from .pairs import MTP, PICKLED_FILES, load_drafter, load_heads
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -168,4 +168,4 @@ def on_this_machine(drafter: Drafter) -> bool:
     folder = path if path.exists() else cached(drafter.name)
     if folder is None or folder.is_file():
         return folder is not None
-    return any(folder.glob(pattern) for pattern in ("*.safetensors", "*.bin", "*.pt"))
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", *PICKLED_FILES))

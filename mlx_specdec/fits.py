@@ -153,11 +153,11 @@ def _heads(target: Described) -> list[Fit]:
 
 
 def _names(folder: Folder) -> list[str]:
-    """The names of all tensors, from the heads of the files."""
+    """The names of all tensors, from the heads of the files; of pickled ones, which have none, no names."""
     from safetensors import safe_open
 
     names: list[str] = []
-    for file in folder.files():
+    for file in (file for file in folder.files() if file.suffix == ".safetensors"):
         try:
             with safe_open(file, framework="numpy") as opened:
                 names += opened.keys()

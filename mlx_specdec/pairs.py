@@ -32,7 +32,7 @@ MODELS = {
 }
 CONFIG = ("config.json",)
 DRAFTER_FILES = ("*.json", "*.safetensors")
-PICKLED_FILES = ("*.bin", "*.pt")  # of a repository that has no safetensors
+PICKLED_FILES = ("pytorch_model*.bin", "medusa_lm_head.pt")  # of a repository that has no safetensors
 
 
 def load_drafter(
