@@ -66,6 +66,7 @@ def rounds(
     chain.start(prompt)
     for chunk, known in sequence.prefill(prompt, progress):
         chain.observe(chunk, known)
+        del known  # or the last chunk's would stay for as long as tokens are generated
     last, remaining, after = prompt[-1], limit, 0.0
     ahead: Pass | None = None
     while remaining > 0:

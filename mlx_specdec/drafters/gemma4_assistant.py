@@ -6,7 +6,6 @@ what the target has in its cache of the tokens before `last`, and stands where `
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -51,13 +50,13 @@ class Gemma4AssistantModel:
                 f"the drafter {self.name} reads the keys of a {kind} layer and this target has none; use it with the "
                 "Gemma 4 that it was made for"
             )
-        theirs: Any = target.model.layers[fitting[-1]].self_attn
+        theirs = getattr(target.model.layers[fitting[-1]], "self_attn", None)
+        heads, width = getattr(theirs, "n_kv_heads", 0), getattr(theirs, "head_dim", 0)
         own = next(layer.self_attn for layer in self.network.layers if layer.layer_type == kind)
-        if own.head_dim != theirs.head_dim or own.n_heads % theirs.n_kv_heads:
+        if own.head_dim != width or heads == 0 or own.n_heads % heads:
             raise PairingError(
                 f"the drafter {self.name} has {own.n_heads} heads of {own.head_dim} in its {kind} layers and this "
-                f"target has {theirs.n_kv_heads} of {theirs.head_dim} in layer {fitting[-1]}; use a drafter made for "
-                "this target"
+                f"target has {heads} of {width} in layer {fitting[-1]}; use a drafter made for this target"
             )
         return fitting[-1]
 
