@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .checkpoints import find
-from .checkpoints.catalogue import Drafter, catalogue
+from .checkpoints.catalogue import Drafter, read_catalogue
 from .checkpoints.folder import Folder
 from .checkpoints.hub import Unreachable, cached, hub_offline
 from .drafters import DEFAULT
@@ -67,7 +67,7 @@ def choose(
     """
     from .target.model import Target
 
-    known = catalogue(models)
+    known = read_catalogue(models)
     try:
         Target(model, cache).close()
     except UnsupportedModelError as error:

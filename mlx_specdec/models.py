@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def command(target: str | None, models: Path | None, as_json: bool) -> None:
     """List targets and their drafters, and what of them is on this machine; for a TARGET (a folder, a .gguf file, a
     name or a Hub id), which drafters fit it and why others do not. Only configs are read, and no network is asked."""
-    from .checkpoints.catalogue import catalogue
+    from .checkpoints.catalogue import read_catalogue
     from .fits import describe, fits, stored
 
-    known = catalogue(models)
+    known = read_catalogue(models)
     if target is None:
         here = stored(known)
         click.echo(json.dumps(as_dict(known, here)) if as_json else "\n".join(listing(known, here)))

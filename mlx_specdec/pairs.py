@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoints
-from .checkpoints.catalogue import catalogue
+from .checkpoints.catalogue import read_catalogue
 from .checkpoints.drafter import kind_of, read_network
 from .checkpoints.folder import Folder
 from .checkpoints.hub import snapshot
@@ -136,7 +136,7 @@ class Repository:
         folder = self.folder(source, CONFIG)
         if not folder.is_dir():
             return None
-        known = catalogue(self._models).drafters.get(source)
+        known = read_catalogue(self._models).drafters.get(source)
         listed = known.method if known is not None and known.method != "draft_model" else None
         return kind_of(Folder(folder)) or listed
 

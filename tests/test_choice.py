@@ -467,7 +467,7 @@ def test_an_explicit_drafter_that_does_not_fit_is_an_error(cache: Path, tmp_path
     other = copied("dflash_zlab_qwen3", tmp_path / "other", num_target_layers=36)
     done = run(*GENERATE, str(hub_cache.qwen3(tmp_path / "any")), "--drafter", str(other))
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == ("error: the drafter dflash was made for a target whose layers is 36 and this target's is 8; "
+    assert done.stderr == ("error: the drafter dflash was made for a target whose number of layers is 36 and this target's is 8; "
                            "use a drafter made for this target\n")  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SpecDecError
-from .catalogue import catalogue
+from .catalogue import read_catalogue
 from .hub import Unreachable, fetch, held, snapshot
 from .precision import check_dtype, to_dtype
 
@@ -97,7 +97,7 @@ def find(source: str | PathLike[str], *, offline: bool = False, models: Path | N
     path = Path(text).expanduser()
     if text and path.exists():
         return path
-    entries = catalogue(models).models
+    entries = read_catalogue(models).models
     if text in entries:
         if offline and held(entries[text]) is None:
             raise Unreachable(f"{text} is not on this machine, and --offline is set; leave that out once to fetch it")
@@ -116,7 +116,7 @@ def _fetch_model(
     """The folder of a Hub repository. A drafter is told from the catalogue or its config, before it is fetched."""
     from .folder import Folder
 
-    known = catalogue(models).drafters.get(repository)
+    known = read_catalogue(models).drafters.get(repository)
     if known is not None and known.method != "draft_model":
         raise not_a_model(repository, known.method, f", {' or '.join(known.targets)}")
     config = snapshot(repository, revision, ("config.json",), offline=offline)

@@ -134,7 +134,7 @@ def user_file() -> Path:
     return config_folder() / "models.toml"
 
 
-def catalogue(file: Path | None = None) -> Catalogue:
+def read_catalogue(file: Path | None = None) -> Catalogue:
     """What is known by name: `file`, then the user's own file if there is one, then ours; of an entry that comes twice
     the first counts. Raises CheckpointError for a file that cannot be read or is no catalogue."""
     paths = [path for path in (file, user_file()) if path is not None and (path is file or path.is_file())]

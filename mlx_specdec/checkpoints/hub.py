@@ -187,11 +187,11 @@ def cached(repository: str, revision: str | None = None) -> Path | None:
 
 def repositories() -> Iterator[tuple[str, Path, int]]:
     """The models in the hub's own cache that have a config: id, folder of the newest snapshot, bytes on disk."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        found = scan_cache_dir().repos
+        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repository in sorted(found, key=lambda r: r.repo_id.lower()):

@@ -30,7 +30,8 @@ def compare(drafter: str, made_for: MadeFor, have: MadeFor) -> None:
 
     What either does not say is not compared. A vocabulary may be padded: up to 1024 rows more or less are the same one.
     """
-    for what, field, slack in (("hidden size", "hidden", 0), ("layers", "layers", 0), ("vocabulary", "vocab", PADDING)):
+    compared = (("hidden size", "hidden", 0), ("number of layers", "layers", 0), ("vocabulary", "vocab", PADDING))
+    for what, field, slack in compared:
         wanted, found = getattr(made_for, field), getattr(have, field)
         if wanted is not None and found is not None and abs(wanted - found) > slack:
             name = f" ({made_for.name})" if made_for.name else ""

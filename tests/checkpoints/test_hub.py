@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_specdec.checkpoints import hub
-from mlx_specdec.checkpoints.catalogue import Entry, catalogue
+from mlx_specdec.checkpoints.catalogue import Entry, read_catalogue
 from mlx_specdec.errors import CheckpointError
 
 CONTENT = bytes(range(256)) * 5000
@@ -173,7 +173,7 @@ def test_the_cache_folder(monkeypatch):
 
 
 def test_the_catalogue_and_its_copy_at_the_top():
-    entry = catalogue().models["smollm2-135m"]
+    entry = read_catalogue().models["smollm2-135m"]
     assert (entry.bytes, len(entry.sha256), entry.license) == (98362432, 64, "Apache-2.0")
     assert "==" in entry.package
     top = Path(__file__).parents[2] / "models.toml"

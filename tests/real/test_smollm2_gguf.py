@@ -16,7 +16,7 @@ from mlx_lm.generate import generate_step
 import mlx_specdec  # noqa: F401  (before mlx.core, for the BLAS)
 from mlx_specdec import checkpoints
 from mlx_specdec.checkpoints import hub
-from mlx_specdec.checkpoints.catalogue import catalogue
+from mlx_specdec.checkpoints.catalogue import read_catalogue
 
 from ..checkpoints.tiny_gguf import permute
 
@@ -28,7 +28,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "checkpoints" / "golden_smollm2
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    return hub.fetch(catalogue().models[NAME])
+    return hub.fetch(read_catalogue().models[NAME])
 
 
 @pytest.fixture(scope="module")
