@@ -2,7 +2,7 @@
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
-from .gguf_config import family_of, model_config, mtp_layers
+from .gguf_config import family_of, heads_alone, model_config, mtp_layers
 from .gguf_families import ROPE_FACTORS, Family
 from .gguf_file import GGUFFile, Tensor
 from .gguf_types import FLOATS, exact_dtype, readable
@@ -54,30 +54,49 @@ def model_and_config(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model as `load_gguf` has it, and what config.json says of it, its quantisation included."""
     _, family = family_of(file)
+    if heads_alone(file):
+        raise CheckpointError(f"{file.path} holds the MTP heads of a model and not the model; give it as the drafter")
     anew = None if requantise is None else Requantise(**requantise)
     config = model_config(file) | dict(overrides or {})
+    module = importlib.import_module(f"mlx_lm.models.{family.model_type}")
+    model = module.Model(module.ModelArgs.from_dict(config))
     places = _places(file, family, config)
+    kept = getattr(model, "cast_predicate", lambda _: True)
+    parameters, settings = read_parameters(file, family, config, places, dtype, anew, kept)
+    parameters = model.sanitize(parameters) if hasattr(model, "sanitize") else parameters
+    nn.quantize(model, class_predicate=lambda path, each: settings.get(path, False) if _packable(each) else False)
+    _fill(file, family, model, parameters, config)
+    return model, with_quantisation(config, settings)
+
+
+def read_parameters(
+    file: GGUFFile,
+    family: Family,
+    config: Mapping[str, Any],
+    places: Mapping[str, tuple[str, ...]],
+    dtype: str | None = None,
+    anew: Requantise | None = None,
+    castable: Callable[[str], bool] = lambda _: True,
+) -> tuple[dict[str, mx.array], Settings]:
+    """The parameters that tensors hold, by `places`, and how the packed ones are packed.
+
+    Floats are in the one dtype that the model computes in, but for those that are not `castable`, which are float32.
+    """
     for kind in {file.tensors[name].type for name in places}:
         try:
             readable(kind)
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
     computing = getattr(mx, dtype) if dtype else computing_dtype([file.tensors[name] for name in places], family.wide)
-
-    module = importlib.import_module(f"mlx_lm.models.{family.model_type}")
-    model = module.Model(module.ModelArgs.from_dict(config))
-    castable = getattr(model, "cast_predicate", lambda _: True)
     parameters: dict[str, mx.array] = {}
     settings: Settings = {}
-    for name, names in places.items():
-        for parameter, weight in zip(names, _read(file, name, family, config, computing, anew), strict=True):
-            if weight.settings:
-                settings[parameter.removesuffix(".weight")] = weight.settings
-            parameters |= _named(parameter, weight, computing if castable(parameter) else mx.float32)
-    parameters = model.sanitize(parameters) if hasattr(model, "sanitize") else parameters
-    nn.quantize(model, class_predicate=lambda path, each: settings.get(path, False) if _packable(each) else False)
-    _fill(file, family, model, parameters, config)
-    return model, with_quantisation(config, settings)
+    for tensor, names in places.items():
+        weight = _read(file, tensor, family, config, computing, anew)
+        for name, part in zip(names, weight.halves() if len(names) == 2 else (weight,), strict=True):
+            if part.settings:
+                settings[name.removesuffix(".weight")] = part.settings
+            parameters |= _named(name, part, computing if castable(name) else mx.float32)
+    return parameters, settings
 
 
 def computing_dtype(tensors: list[Tensor], wide: bool = False) -> mx.Dtype:
@@ -113,25 +132,16 @@ def _places(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
 
 
 def _read(
-    file: GGUFFile,
-    name: str,
-    family: Family,
-    config: Mapping[str, Any],
-    computing: mx.Dtype,
-    anew: Requantise | None,
-) -> Iterator[Weight]:
-    """A tensor as the parameters that it holds; floats still in the file's own dtype, for what is added to them."""
+    file: GGUFFile, name: str, family: Family, config: Mapping[str, Any], computing: mx.Dtype, anew: Requantise | None
+) -> Weight:
+    """A tensor as mlx-lm has it; floats still in the file's own dtype, for what is added to them."""
     tensor = file.tensors[name]
     floats = tensor.type.name in FLOATS
     if not floats and len(tensor.shape) == 1:
         raise file.fault(
             f"tensor {name!r} of {tensor.shape[0]} values is of type {tensor.type.name}, which is for matrices"
         )
-    weight = family.changed(name, file.read(name, None if floats else computing, anew), config)
-    if len(family.parameters(name, config["num_hidden_layers"])) == 2:
-        yield from weight.halves()
-    else:
-        yield weight
+    return family.changed(name, file.read(name, None if floats else computing, anew), config)
 
 
 def _named(parameter: str, weight: Weight, dtype: mx.Dtype) -> dict[str, mx.array]:

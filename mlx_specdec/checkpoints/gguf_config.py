@@ -5,17 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError
-from .gguf_families import FAMILIES, Family
+from .gguf_families import DRAFTERS, FAMILIES, Family
 from .gguf_fields import Fields, partial, scaled, unscaled
 from .gguf_file import GGUFFile
 from .gguf_gemma import gemma2, gemma3, gemma4
 
 Config = dict[str, Any]
+_MOST_LAYERS = 1 << 12  # of a trunk that is in another file
 
 
 def family_of(file: GGUFFile) -> tuple[str, Family]:
     """The architecture of a file by llama.cpp's name. Raises CheckpointError for one that is not known."""
     architecture = file.metadata.get("general.architecture")
+    if architecture in DRAFTERS:
+        raise CheckpointError(f"{file.path} holds a drafter ({architecture}) and no model; give it as the drafter")
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise CheckpointError(
             f"{file.path} is of architecture {architecture!r}; give a GGUF file of {', '.join(FAMILIES)}, or the model "
@@ -34,7 +37,7 @@ def model_config(file: GGUFFile) -> Config:
     fields = Fields(file, architecture)
     known, own = _OWN[architecture]
     fields.refuse(family.model_type, known)
-    config = _shared(fields, family.model_type)
+    config = shared(fields, family.model_type, trunk_layers(fields))
     return config | own(fields, config)
 
 
@@ -46,11 +49,22 @@ def mtp_layers(file: GGUFFile) -> int:
     return count
 
 
-def _shared(fields: Fields, model_type: str) -> Config:
+def trunk_layers(fields: Fields) -> int:
+    """How many layers the trunk has. Raises CheckpointError for more than the file can hold."""
+    layers = fields.count("block_count") - mtp_layers(fields.file)
+    if not 0 < layers <= (len(fields.file.tensors) if not heads_alone(fields.file) else _MOST_LAYERS):
+        raise fields.file.fault(f"it claims {layers} layers and has {len(fields.file.tensors)} tensors")
+    return layers
+
+
+def heads_alone(file: GGUFFile) -> bool:
+    """Whether it has MTP blocks and no trunk."""
+    return mtp_layers(file) > 0 and "blk.0.attn_norm.weight" not in file.tensors
+
+
+def shared(fields: Fields, model_type: str, layers: int, own_embedding: bool = True) -> Config:
     """What all configurations have."""
     file, hidden = fields.file, fields.count("embedding_length")
-    if (layers := fields.count("block_count") - mtp_layers(file)) > len(file.tensors) or layers < 1:
-        raise file.fault(f"it claims {layers} layers and has {len(file.tensors)} tensors")
     heads = fields.count("attention.head_count")
     head_dim = fields.count("attention.key_length", max(hidden // heads, 1))
     if (size := fields.count("attention.value_length", head_dim)) != head_dim:
@@ -66,7 +80,7 @@ def _shared(fields: Fields, model_type: str) -> Config:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": fields.vocabulary(hidden),
+        "vocab_size": fields.vocabulary(hidden, own_embedding),
         "max_position_embeddings": fields.count("context_length"),
         "rope_theta": fields.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,

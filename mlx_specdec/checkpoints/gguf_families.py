@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +39,7 @@ class Family:
         """The parameters that a tensor holds; none if it belongs to no layer below `layers`, nor beside them."""
         block = _BLOCK.fullmatch(tensor)
         if block is None:
-            return tuple(self._places(self.top, tensor, ""))
+            return _places(self.top, tensor, "")
         number, tail = int(block[1]), block[2]
         if number >= layers:
             return ()
@@ -57,7 +57,7 @@ class Family:
         """The parameters of a tensor of a layer, whose own begin with `prefix`."""
         if tail in self.whole:
             return (prefix + self.whole[tail],)
-        return tuple(self._places(self.layer, tail, prefix))
+        return _places(self.layer, tail, prefix)
 
     def changed(self, tensor: str, weight: Weight, config: Config) -> Weight:
         """The weight as mlx-lm's model has it."""
@@ -65,11 +65,17 @@ class Family:
         change = self.changes.get((block[2] if block else tensor).split(".")[0])
         return weight if change is None else change(weight, config)
 
-    @staticmethod
-    def _places(modules: Modules, name: str, prefix: str) -> list[str]:
-        module, _, kind = name.rpartition(".")
-        found = modules.get(module) if kind in ("weight", "bias") else None
-        return [f"{prefix}{each}.{kind}" for each in ([found] if isinstance(found, str) else found or ())]
+
+def _places(modules: Modules, name: str, prefix: str) -> tuple[str, ...]:
+    """The parameters of a tensor, whose modules are under `prefix`."""
+    module, _, kind = name.rpartition(".")
+    found = modules.get(module) if kind in ("weight", "bias") else None
+    return tuple(f"{prefix}{each}.{kind}" for each in ((found,) if isinstance(found, str) else found or ()))
+
+
+def of_head(family: Family, tail: str, number: int) -> tuple[str, ...]:
+    """The names, in Qwen's checkpoints, of what a tensor of MTP block `number` holds."""
+    return _places(HEADS, tail, "") or family.of_layer(tail, f"mtp.layers.{number}.")
 
 
 def _rotated_by_halves(heads: str) -> Change:
@@ -255,3 +261,33 @@ FAMILIES = {
         _TOP,
     ),
 }
+
+# Drafters, under the names of the checkpoints that they are made of.
+_EAGLE3_TOP = {
+    "fc": "fc",
+    "enc.output_norm": "input_norm",
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+}
+_ASSISTANT_TOP = _TOP | {"nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection"}
+DRAFTERS = {
+    "eagle3": Family("eagle3", _LLAMA | {"attn_norm_2": "hidden_norm"}, _EAGLE3_TOP, changes=_HALVES, prefix=""),
+    "dflash": Family(
+        "dflash",
+        _QWEN3,
+        _EAGLE3_TOP | {"enc.output_norm": "hidden_norm", "hidden_norm": "hidden_norm"},
+        whole={"attn_sinks.weight": "self_attn.sinks"},
+        prefix="",
+    ),
+    "gemma4-assistant": replace(FAMILIES["gemma4"], model_type="gemma4_assistant", top=_ASSISTANT_TOP),
+}
+# What an MTP block has beside a layer's tensors, under the names of Qwen's checkpoints. An embedding and a head are
+# copies of the target's.
+HEADS = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
+COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")

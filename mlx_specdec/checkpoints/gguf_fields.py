@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..errors import CheckpointError
 from .gguf_file import GGUFFile
 
@@ -52,7 +54,7 @@ class Fields:
         value = self.optional(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, value, "not a number")
-        return float(value)
+        return float(str(np.float32(value)))  # float32 in the file: 1e-06 again, and not what is nearest to it
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.optional(key, default)
@@ -97,14 +99,17 @@ class Fields:
             if key not in known and self.optional(key, neutral[0]) not in neutral:
                 raise self.impossible(key, model_type)
 
-    def vocabulary(self, hidden: int) -> int:
-        """The rows of the embedding, which may be more than there are tokens."""
+    def vocabulary(self, hidden: int, own: bool = True) -> int:
+        """The rows of the embedding, which may be more than there are tokens. Drafters may have none of their `own`:
+        the target's vocabulary, then."""
         embedding = self.file.tensors.get("token_embd.weight")
+        tokens = self.file.metadata.get("tokenizer.ggml.tokens")
         if embedding is None:
-            raise self.file.fault("tensor 'token_embd.weight' is missing")
+            if own:
+                raise self.file.fault("tensor 'token_embd.weight' is missing")
+            return self.count("vocab_size", len(tokens) if isinstance(tokens, list) else None)
         if embedding.shape[1:] != (hidden,):
             raise self.file.fault(f"'token_embd.weight' has shape {embedding.shape} where the hidden size is {hidden}")
-        tokens = self.file.metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
             raise self.file.fault(f"it has {len(tokens)} tokens and {embedding.shape[0]} embeddings")
         return embedding.shape[0]
