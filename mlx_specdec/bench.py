@@ -19,7 +19,7 @@ POSITIONS = 8  # of a draft, as many as are printed
 
 
 @click.command("bench", cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
-@partial(model_options, drafter=False)
+@partial(model_options, drafter=False, keeps=False)
 @click.option("--drafters", help="What is compared: lists of drafters, a semicolon between them, as in "
               "'suffix;ngram_map,suffix'. Default: that of generate.")  # fmt: skip
 @click.option("--num-draft-tokens", type=DraftTokens(), default="auto", show_default=True,
@@ -115,7 +115,8 @@ def text(report: "Report", tokenizer: Any) -> str:
     drafts = report.num_draft_tokens
     lines = [f"{report.device}, temperature 0, at most {report.max_tokens} tokens a prompt, "
              f"{'drafts of any length' if drafts == 'auto' else f'at most {drafts} drafts a round'}; "
-             f"medians over {report.repeats} repeat{'s'[: report.repeats != 1]} (lowest to highest)"]  # fmt: skip
+             f"medians over {report.repeats} repeat{'s'[: report.repeats != 1]} (lowest to highest); a speed-up is the "
+             "median of the repeats' ratios, and ~ marks one whose range includes 1"]  # fmt: skip
     sound = {name: result for name, result in report.ways.items() if result.categories and result.overall}
     for group, ids in report.questions.items():
         lines += table(group, len(ids), {name: result.categories[group] for name, result in sound.items()})  # type: ignore[index]
@@ -141,12 +142,16 @@ def text(report: "Report", tokenizer: Any) -> str:
 
 def table(title: str, prompts: int, rows: "dict[str, Figures]") -> list[str]:
     """Of one category. Tokens per second are of generation alone; tau is tokens a pass."""
-    head = f"  {'way':24s} {'tokens/s':>24s} {'first token, s':>24s} {'tau':>6s} {'speed-up':>20s}"
+    head = f"  {'way':24s} {'tokens/s':>24s} {'first token, s':>24s} {'tau':>6s} {'speed-up':>21s}"
     return ["", f"{title}: {prompts} prompt{'s'[: prompts != 1]}", head] + [
         f"  {name:24s} {spread(f.tokens_per_second, 1):>24s} {spread(f.first_token, 3):>24s} {f.tau:6.2f} "
-        f"{'' if name == 'plain' else spread(f.speedup, 2):>20s}".rstrip()
+        f"{'' if name == 'plain' else noisy(f.speedup) + spread(f.speedup, 2):>21s}".rstrip()
         for name, f in rows.items()
     ]
+
+
+def noisy(value: "Spread | None") -> str:
+    return "~" if value is not None and value.low < 1 < value.high else ""
 
 
 def spread(value: "Spread | None", digits: int) -> str:

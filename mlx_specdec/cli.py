@@ -70,6 +70,7 @@ class ModelOptions:
     trust_remote_code: bool
     offline: bool
     models: Path | None
+    keeps: bool = True  # the commands that generate write the files that drafters keep; those that measure do not
 
     def decoder(self) -> "SpecDecoder":
         """Load everything. Raises SpecDecError."""
@@ -96,6 +97,7 @@ class ModelOptions:
 
         if names == AUTO:
             return self.makers(DEFAULT)
+        self._check_files(names)
         if AUTO in (name.strip() for name in names.split(",")):
             raise OptionError(f"the drafters are {names}; give auto alone, or a list without it")
         makers = by_name(names, self.drafter_options())
@@ -107,6 +109,17 @@ class ModelOptions:
         from .drafters import DrafterOptions
 
         return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
+
+    def _check_files(self, names: str) -> None:
+        """Raise OptionError for a file whose drafter is not among `names`."""
+        for option, drafter in (
+            ("suffix_cache", "suffix"),
+            ("lookup_cache_static", "ngram_cache"),
+            ("lookup_cache_dynamic", "ngram_cache"),
+        ):
+            if getattr(self, option) is not None and drafter not in [name.strip() for name in names.split(",")]:
+                raise OptionError(f"--{option.replace('_', '-')} is {getattr(self, option)} and --drafter is {names}; "
+                                  f"name {drafter} as well")  # fmt: skip
 
     def cache_options(self) -> "CacheOptions":
         """Raises OptionError."""
@@ -212,17 +225,18 @@ _MODEL_OPTIONS = [
 ]  # fmt: skip
 
 
-def model_options(function: Callable[..., Any], *, drafter: bool = True) -> Callable[..., Any]:
+def model_options(function: Callable[..., Any], *, drafter: bool = True, keeps: bool = True) -> Callable[..., Any]:
     """Give a command the options of ModelOptions; it is called with `models`, all of them, and its other options.
 
-    With `drafter` False it has no --drafter, and that of `models` is None."""
-    names = ModelOptions.__dataclass_fields__
+    With `drafter` False it has no --drafter, and that of `models` is None; with `keeps` False no memory of a drafter is
+    written."""
+    names = [name for name in ModelOptions.__dataclass_fields__ if name != "keeps"]
 
     @wraps(function)  # which also hands on the options given to it so far
     def call(**given: Any) -> Any:
         if not drafter:
             given["drafter"] = None
-        models = ModelOptions(**{name: given.pop(name) for name in names})
+        models = ModelOptions(**{name: given.pop(name) for name in names}, keeps=keeps)
         return function(models=models, **given)
 
     for option in reversed(_MODEL_OPTIONS):

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .draft_length import Auto, Fixed
+from .draft_length import Auto, Fixed, Measured
 from .drafters import Maker, by_name
 from .drafters.base import Drafter
 from .drafters.chain import Chain
 from .drafters.draft_model import DraftModel
 from .drafters.pairing import check_tokenizers
-from .errors import OptionError, SpecDecError
+from .errors import CheckpointError, OptionError, SpecDecError
 from .rounds import Round, rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams
 from .stats import DrafterStats, Stats
@@ -79,10 +79,12 @@ class SpecDecoder:
             check_tokenizers(tokenizer, draft_tokenizer)
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._closed = False
-        self._auto = Auto()
+        self._measured = Measured()
         self._fared: dict[str, DrafterStats] = {}  # drafters with weights, over all requests
         self._accused: set[str] = set()
         makers = _makers(drafter)
+        if drafter == "none" and draft_model is not None:
+            raise OptionError("drafter is none and a draft_model is given; leave one out")
         for place, make in enumerate(makers):
             if isinstance(make, nn.Module):
                 draft_model, makers[place] = make, "draft_model"
@@ -95,11 +97,13 @@ class SpecDecoder:
         self.target = Target(model, cache, rewinds=bool(makers))
         self._draft_target: Target | None = None
         self._makers: list[Callable[[], Drafter]] = []
+        self._unkept: list[Any] = []  # makers whose memory has not been written
         try:
             if draft_model is not None:
                 self._draft_target = Target(draft_model)
             self._makers = [self._ready(make) for make in makers]
-            self.target.watch(Chain([make() for make in self._makers], self._auto).wants)
+            self._unkept = [make for make in self._makers if hasattr(make, "keep")]
+            self.target.watch(Chain([make() for make in self._makers], Fixed(0)).wants)
         except BaseException:
             self.close()
             raise
@@ -114,13 +118,20 @@ class SpecDecoder:
     def close(self) -> None:
         """Stop the streams that run, before their next round, leave the models as they were, and keep the drafters'
         memories where files were named for them. Raises CheckpointError when one cannot be written."""
-        closed, self._closed = self._closed, True
+        self._closed = True
         self.target.close()
         if self._draft_target is not None:
             self._draft_target.close()
-        for make in () if closed else self._makers:
-            if hasattr(make, "keep"):
+        failed, self._unkept = self._unkept, []
+        for make in list(failed):
+            try:
                 make.keep()
+                failed.remove(make)
+            except CheckpointError as error:
+                self._unkept.append(make)  # closing again tries again
+                said = error
+        if failed:
+            raise said
 
     def __enter__(self) -> "SpecDecoder":
         return self
@@ -156,11 +167,11 @@ class SpecDecoder:
         limit = self._limit(len(ids), max_tokens)
         drafters = [] if num_draft_tokens == 0 else [make() for make in self._makers]
         fixed = 0 if not drafters else num_draft_tokens if isinstance(num_draft_tokens, int) else None
-        chain = Chain(drafters, self._auto if fixed is None else Fixed(fixed))
+        chain = Chain(drafters, Auto(self._measured) if fixed is None else Fixed(fixed))
         chooser = Sampler(params, ids, logits_processors, sampler)
         emitting = rounds(self.target.sequence(), ids, chooser, limit, chain, prompt_progress_callback)
         text = TextStream(self.tokenizer, () if stop is None else stop)
-        ends = stop_tokens(self.tokenizer, extra_eos_tokens)
+        ends = stop_tokens(self.tokenizer, extra_eos_tokens, self.target.vocab)
         stats = Stats(",".join(d.name for d in drafters) or None)
         return self._responses(emitting, chain, ids, limit, text, ends, stats, cancel)
 

@@ -65,8 +65,21 @@ class Fixed:
         return {"num_draft_tokens": self.k}
 
 
+class Measured:
+    """What streams of one decoder measured, shared by them: costs, chances, and the two accounts of `Auto`."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, Costs] = {}  # of a round by its rows; free drafters share one curve
+        self.chances: dict[str, Chances] = {}
+        self.plain = Costs()
+        self.lost = 0.0  # seconds against plain decoding, negative where drafting won
+        self.probed = 0.0  # seconds against the pace
+        self.total = 0.0
+        self.pace = 0.0  # seconds of a token, of late
+
+
 class Auto:
-    """Chooses by measurement, and never loses much by it.
+    """Chooses by measurement, and never loses much by it. One for each stream.
 
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
     time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time. A probe
@@ -75,16 +88,10 @@ class Auto:
 
     START, SHARE = 1.5, 0.01
 
-    def __init__(self) -> None:
-        self.costs: dict[str, Costs] = {}  # of a round by its rows; free drafters share one curve
-        self.chances: dict[str, Chances] = {}
+    def __init__(self, measured: Measured | None = None) -> None:
+        self._measured = Measured() if measured is None else measured
         self.chosen: dict[str, int] = {}  # by drafter, the newest choice
-        self._plain = Costs()
-        self._lost = 0.0  # seconds against plain decoding, negative where drafting won
-        self._probed = 0.0  # seconds against the pace
         self._probing = False  # the draft that is under way is a probe
-        self._total = 0.0
-        self._pace = 0.0  # seconds of a token, of late
         self._waiting = False  # nothing was drafted in the last round
         self._after_nothing = 1.0  # accepted tokens in rounds that follow one without a draft, on average
 
@@ -100,38 +107,36 @@ class Auto:
         return self._after_nothing < 0.05
 
     def record(self, outcome: Outcome) -> None:
-        drafter, drafted = outcome.drafter, len(outcome.draft.tokens)
-        self._total += outcome.seconds
+        known, drafter, drafted = self._measured, outcome.drafter, len(outcome.draft.tokens)
+        known.total += outcome.seconds
         pace = outcome.seconds / (outcome.accepted + 1)
-        self._pace += (pace - self._pace) / 16 if self._pace else pace
+        known.pace += (pace - known.pace) / 16 if known.pace else pace
         if self._waiting:
             self._after_nothing += (outcome.accepted - self._after_nothing) / 16
         self._waiting = drafter is None
         if drafter is None:
-            self._plain.add(1, outcome.seconds)
+            known.plain.add(1, outcome.seconds)
             return
         self._curve(drafter).add(drafted + 1, outcome.seconds)
         self._chances(drafter).add(drafted, outcome.accepted, outcome.draft.confidence)
-        plain = self._plain.seconds(1)
-        self._lost = max(self._lost + outcome.seconds - (outcome.accepted + 1) * plain, -8 * plain)
+        plain = known.plain.seconds(1)
+        known.lost = max(known.lost + outcome.seconds - (outcome.accepted + 1) * plain, -8 * plain)
         if self._probing:
-            self._probed += max(outcome.seconds - (outcome.accepted + 1) * self._pace, 0.0)
+            known.probed += max(outcome.seconds - (outcome.accepted + 1) * known.pace, 0.0)
 
     def state(self) -> dict[str, Any]:
+        known = self._measured
+        curves, chances = list(known.costs.items()), list(known.chances.items())  # others may be adding to them
         return {
             "num_draft_tokens": "auto",
-            "plain_seconds": self._plain.seconds(1) if self._plain.known else None,
-            "lost_seconds": self._lost,
-            "probed_seconds": self._probed,
+            "plain_seconds": known.plain.seconds(1) if known.plain.known else None,
+            "lost_seconds": known.lost,
+            "probed_seconds": known.probed,
             "chosen": dict(self.chosen),
             "seconds_by_rows": {
-                name or "free": {str(rows): seconds for rows, seconds in costs.points}
-                for name, costs in self.costs.items()
+                name or "free": {str(rows): seconds for rows, seconds in costs.points} for name, costs in curves
             },
-            "chances": {
-                name: [round(chances.at(place, None), 3) for place in range(1, 9)]
-                for name, chances in self.chances.items()
-            },
+            "chances": {name: [round(of.at(place, None), 3) for place in range(1, 9)] for name, of in chances},
         }
 
     def _choose(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
@@ -139,16 +144,17 @@ class Auto:
         return chosen
 
     def _curve(self, drafter: Drafter) -> "Costs":
-        return self.costs.setdefault("" if drafter.free else drafter.name, Costs())
+        return self._measured.costs.setdefault("" if drafter.free else drafter.name, Costs())
 
     def _chances(self, drafter: Drafter) -> "Chances":
-        return self.chances.setdefault(drafter.name, Chances())
+        return self._measured.chances.setdefault(drafter.name, Chances())
 
     def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
         """The k with the most tokens per second, or a probe if that is 0 and the account can bear one."""
-        if not self._plain.known:
+        known = self._measured
+        if not known.plain.known:
             return 0  # the first round of all tells what plain decoding costs
-        plain, curve, chances = self._plain.seconds(1), self._curve(drafter), self._chances(drafter)
+        plain, curve, chances = known.plain.seconds(1), self._curve(drafter), self._chances(drafter)
         best, rate = 0, 1 / plain
         tokens = stands = 1.0
         # Never more than twice the rows that were measured: what is not known is approached step by step.
@@ -158,12 +164,12 @@ class Auto:
             seconds = curve.seconds(k + 1, plain)
             if tokens / seconds > rate:
                 best, rate = k, tokens / seconds
-        account = self.START * plain + self.SHARE * self._total
+        account = self.START * plain + self.SHARE * known.total
         self._probing = best == 0
         if best > 0:
-            return best if self._lost <= account else 0
+            return best if known.lost <= account else 0
         cost = curve.seconds(2, plain)
-        affords = max(self._lost + cost - plain, self._probed + cost - self._pace) <= account
+        affords = max(known.lost + cost - plain, known.probed + cost - known.pace) <= account
         return int(most > 0 and affords)
 
 

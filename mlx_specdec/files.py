@@ -10,6 +10,16 @@ from uuid import uuid4
 from .errors import CheckpointError
 
 
+def check_replaceable(path: Path, what: str, wanted: bool = True) -> None:
+    """Say now that `replacing` will not be able to write `path`, if that is `wanted`. Raises CheckpointError."""
+    folder = path.parent
+    if wanted and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise CheckpointError(
+            f"cannot write the {what} {path} (its folder is missing or read-only); choose a folder that can be "
+            "written to"
+        )
+
+
 @contextmanager
 def replacing(path: Path, what: str) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` in one step at the end: whoever reads it, even after a crash, sees

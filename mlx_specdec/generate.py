@@ -94,9 +94,13 @@ def chat(tokenizer: Any, message: str, system: str | None, template: dict[str, A
 
 def report(responses: list) -> dict[str, Any]:
     """What --json prints: the text, its tokens and the figures of the last response."""
+    from .stats import Stats
+
     text = "".join(r.text for r in responses)
     if not responses:
-        return {"text": text, "tokens": [], "finish_reason": "length"}
+        nothing = dict.fromkeys(("prompt_tps", "generation_tps", "peak_memory"), 0.0)
+        counts = {"prompt_tokens": 0, "generation_tokens": 0, "stats": Stats().as_dict()}  # the prompt was not read
+        return {"text": text, "tokens": [], "finish_reason": "length"} | nothing | counts
     last = responses[-1]
     names = (
         "finish_reason",

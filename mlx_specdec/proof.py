@@ -40,6 +40,17 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """The ids of plain decoding, how many tokens were drafted and accepted beside it, and where the two outputs part,
+    None if nowhere."""
+
+    plain: list[int]
+    drafted: int
+    accepted: int
+    difference: Difference | None
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """How a pass over several rows differs from passes over one: the largest difference of a logit, and how many of
     `places` have another arg-max."""
@@ -57,13 +68,18 @@ def ids(
     return [r.token for r in decoder.stream(prompt, params, max_tokens=max_tokens, num_draft_tokens=drafts)]
 
 
-def first_difference(
+def compared(
     decoder: SpecDecoder, prompt: Sequence[int], max_tokens: int, params: SamplingParams, drafts: int | None
-) -> tuple[list[int], Difference | None]:
-    """Decode plainly and with the drafter; the plain ids, and where the two part, None if nowhere."""
-    plain, drafted = (ids(decoder, prompt, max_tokens, params, k) for k in (0, drafts))
-    if plain == drafted:
-        return plain, None
+) -> Comparison:
+    """Decode plainly and with the drafter, and compare."""
+    plain = ids(decoder, prompt, max_tokens, params, 0)
+    responses = list(decoder.stream(prompt, params, max_tokens=max_tokens, num_draft_tokens=drafts))
+    drafted, stats = [r.token for r in responses], responses[-1].stats
+    difference = None if plain == drafted else _parting(decoder, prompt, plain, drafted)
+    return Comparison(plain, stats.drafted, stats.accepted, difference)
+
+
+def _parting(decoder: SpecDecoder, prompt: Sequence[int], plain: list[int], drafted: list[int]) -> Difference:
     common = next(
         (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
         min(len(plain), len(drafted)),
@@ -71,7 +87,7 @@ def first_difference(
     end = next(iter(sorted(decoder.tokenizer.eos_token_ids)), 0)
     a, b = ((output[common : common + 1] or [end])[0] for output in (plain, drafted))
     logits = list(score(decoder.target, prompt, plain[:common], rows=1))[-1]
-    return plain, Difference(common, a, b, _number(logits[a]), _number(logits[b]))
+    return Difference(common, a, b, _number(logits[a]), _number(logits[b]))
 
 
 def score(target: Target, prompt: Sequence[int], output: Sequence[int], rows: int) -> Iterator[mx.array]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ SIGNIFICANCE = 1e-3
 
 
 @click.command("prove", cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
-@model_options
+@partial(model_options, keeps=False)
 @click.option("--prompt", "-p", "prompts", multiple=True, help="A prompt; may be repeated. Default: built-in ones.")
 @click.option("--max-tokens", "-m", default=128, show_default=True, help="Tokens compared for each prompt.")
 @click.option("--num-draft-tokens", type=click.IntRange(1), default=8, show_default=True, help="Drafts a round.")
@@ -39,7 +40,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Compare speculative with plain decoding: the ids at temperature 0, and at a temperature the distribution (under
-    `coupled` the ids again). Exit status 0 only when both hold."""
+    `coupled` the ids again). Exit status 0 only when both hold and something was drafted."""
     from . import proof
     from .generate import chat
     from .sampling import SamplingParams
@@ -59,21 +60,34 @@ def command(
         for number, text in enumerate(prompts or proof.PROMPTS, 1):
             prompt = chat(decoder.tokenizer, text, None, {}) if template else encode(decoder.tokenizer, text)
             sampled = SamplingParams(temperature=temp, seed=seed + number, acceptance=acceptance)
-            plain, difference = proof.first_difference(decoder, prompt, max_tokens, greedy, num_draft_tokens)
+            greedily = proof.compared(decoder, prompt, max_tokens, greedy, num_draft_tokens)
+            drafted, accepted, difference = greedily.drafted, greedily.accepted, greedily.difference
             if temp > 0 and acceptance == "coupled" and difference is None:
-                _, difference = proof.first_difference(decoder, prompt, max_tokens, sampled, num_draft_tokens)
+                again = proof.compared(decoder, prompt, max_tokens, sampled, num_draft_tokens)
+                drafted, accepted, difference = drafted + again.drafted, accepted + again.accepted, again.difference
             elif temp > 0:
                 output = proof.ids(decoder, prompt, max_tokens, sampled, num_draft_tokens)
                 places += proof.ranks(decoder, prompt, output, sampled, random)
-            arithmetic = proof.arithmetic(decoder.target, prompt, plain, rows)
-            found["prompts"].append({"tokens": len(plain), "difference": difference and asdict(difference)})
+            arithmetic = proof.arithmetic(decoder.target, prompt, greedily.plain, rows)
+            found["prompts"].append(
+                {
+                    "tokens": len(greedily.plain),
+                    "drafted": drafted,
+                    "accepted": accepted,
+                    "difference": difference and asdict(difference),
+                }
+            )
             found["arithmetic"].append(asdict(arithmetic))
             if not as_json:
-                click.echo(f"prompt {number}: {len(plain)} tokens, {_verdict(difference, decoder.tokenizer)}")
+                verdict = _verdict(difference, decoder.tokenizer)
+                click.echo(f"prompt {number}: {len(greedily.plain)} tokens, {accepted}/{drafted} accepted, {verdict}")
     if places:
         found["law"] = {"tokens": len(places), "p_value": proof.uniform_p_value(places)}
-    found["holds"] = all(p["difference"] is None for p in found["prompts"]) and (
-        found["law"] is None or found["law"]["p_value"] >= SIGNIFICANCE
+    found["drafted"] = sum(p["drafted"] for p in found["prompts"])
+    found["holds"] = (
+        found["drafted"] > 0
+        and all(p["difference"] is None for p in found["prompts"])
+        and (found["law"] is None or found["law"]["p_value"] >= SIGNIFICANCE)
     )
     click.echo(json.dumps(found) if as_json else _summary(found, temp))
     ctx.exit(0 if found["holds"] else 1)
@@ -99,7 +113,10 @@ def _summary(found: dict[str, Any], temp: float) -> str:
     if found["law"]:
         law = found["law"]
         lines.append(f"distribution at temperature {temp}: p-value {law['p_value']:.3f} over {law['tokens']} tokens")
-    lines.append("holds" if found["holds"] else "does not hold")
+    if not found["drafted"]:
+        lines.append("nothing was drafted, so nothing was shown: give longer prompts or other options of the drafter")
+    else:
+        lines.append("holds" if found["holds"] else "does not hold")
     return "\n".join(lines)
 
 

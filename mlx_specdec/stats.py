@@ -151,4 +151,11 @@ class Stats:
                     f"{name}: {p['measured_tokens']:.2f} tokens a round (predicted {p['predicted_tokens']:.2f}), "
                     f"{p['measured_speedup']:.2f} x plain (predicted {p['predicted_speedup']:.2f})"
                 )
+        silent = [name for name in (self.drafter or "").split(",") if name and name not in self.drafters]
+        lines += [f"{name}: drafted nothing" for name in silent]
+        if self.draft_length:
+            chosen = (self.draft_length.get("chosen") or {}).items()
+            latest = ", ".join(f"{name} {k}" for name, k in chosen)
+            length = self.draft_length["num_draft_tokens"]
+            lines.append(f"Draft length: {length} (last: {latest})" if latest else f"Draft length: {length}")
         return "\n".join(lines)

@@ -18,8 +18,9 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         if isinstance(stop, str):
             stop = (stop,)
-        if not all(stop):
-            raise OptionError("a stop string is empty; leave it out")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise OptionError(f"a stop string is {text!r}; give a text that is not empty, or leave it out")
         self._decode, self._stop = tokenizer.decode, stop
         # The tokens of the last piece, whose text is known, and those after it. A token is decoded after another one,
         # because some tokenizers write the first of a text without its space.
@@ -63,12 +64,20 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def stop_tokens(tokenizer: Any, extra: Iterable[int | str] = ()) -> frozenset[int]:
-    """The end-of-sequence ids of a tokenizer, and `extra` ones as ids, also in digits, or as the text of one token."""
+def stop_tokens(tokenizer: Any, extra: Iterable[int | str] = (), vocab: int | None = None) -> frozenset[int]:
+    """The end-of-sequence ids of a tokenizer, and `extra` ones as ids, also in digits, or as the text of one token.
+
+    Raises OptionError for what is no token, or none of `vocab`.
+    """
     extra = [extra] if isinstance(extra, str) else extra
     ids = set(tokenizer.eos_token_ids)
     for token in extra:
+        if isinstance(token, bool) or not isinstance(token, int | str):
+            raise OptionError(f"extra_eos_token is {token!r}; give the text or id of one token")
         if isinstance(token, int) or token.isdecimal():
+            if int(token) < 0 or (vocab is not None and int(token) >= vocab):
+                known = "" if vocab is None else f" and the model knows 0 to {vocab - 1}"
+                raise OptionError(f"extra_eos_token is {token}{known}; give the text or id of one token")
             ids.add(int(token))
             continue
         found = tokenizer.encode(token, add_special_tokens=False)
@@ -87,7 +96,8 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
         bos = tokenizer.bos_token
         return encode_text(tokenizer, prompt, special=bos is None or not prompt.startswith(bos))
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
+    whole = isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray)
+    if not whole or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         raise OptionError(f"the prompt is {str(prompt)[:60]!r}; give text, token ids or a one-dimensional array of ids")
     return [int(token) for token in ids]
 

@@ -445,3 +445,15 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, c
 
 def test_the_command_of_the_module_is_that_of_the_group() -> None:
     assert main.commands["bench"] is bench_command
+
+
+def test_a_kept_memory_is_read_anew_for_every_repeat_and_never_written(folders: dict[str, str], tmp_path: Path) -> None:
+    """What one repeat said must not draft the next one's answer."""
+    questions, memory = written(tmp_path / "q.jsonl", SPEC_BENCH[:1]), tmp_path / "memory"
+    arguments = ["--questions", str(questions), "--drafters", "suffix", "--repeats", "3", "-m", "30"]
+    alone = run([*arguments, "--json"], folders)
+    kept = run([*arguments, "--suffix-cache", str(memory), "--json"], folders)
+    assert (alone.exit_code, kept.exit_code) == (0, 0), kept.output
+    assert not memory.exists()
+    taus = [json.loads(done.stdout)["ways"]["suffix"]["overall"]["tau"] for done in (alone, kept)]
+    assert taus[0] == taus[1]

@@ -3,6 +3,7 @@
 import mlx_specdec  # noqa: F401  # isort: skip
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -254,7 +255,7 @@ BAD_GENERATE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--presence-penalty", "nan"), ("presence_penalty is nan",)),
     (("--frequency-penalty", "inf"), ("frequency_penalty is inf",)),
     (("--acceptance", "sometimes"), ("--acceptance", "sometimes")),
-    (("--stop", ""), ("stop string is empty",)),
+    (("--stop", ""), ("stop string is ''",)),
     (("--extra-eos-token", "ab cd"), ("'ab cd' is 4 tokens",)),
     (("--chat-template-config", "{{"), ("--chat-template-config", "JSON")),
     (("--chat-template-config", "[1]"), ("--chat-template-config", "object")),
@@ -329,9 +330,10 @@ def test_prove_holds_for_a_right_drafter(drafter: tuple[str, ...], rule: str, fo
     done = run([*PROVE, *drafter, "--acceptance", rule, "--json"], folders)
     assert (done.exit_code, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert found.keys() == {"prompts", "arithmetic", "law", "holds"}
+    assert found.keys() == {"prompts", "arithmetic", "law", "drafted", "holds"}
     assert found["holds"] is True
-    assert found["prompts"] == [{"tokens": 48, "difference": None}] * 2
+    assert [(p["tokens"], p["difference"]) for p in found["prompts"]] == [(48, None)] * 2
+    assert found["drafted"] == sum(p["drafted"] for p in found["prompts"]) > 0
     assert all(a["flips"] == 0 and 0 <= a["largest"] < 1e-3 for a in found["arithmetic"])
     if rule == "coupled":
         assert found["law"] is None
@@ -344,10 +346,23 @@ def test_prove_prints_a_line_for_each_prompt(folders: dict[str, str]) -> None:
     done = run([*PROVE, *DRAFTS], folders)
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["prompt 1: 48 tokens, identical", "prompt 2: 48 tokens, identical"]
+    for number in (1, 2):
+        assert re.fullmatch(rf"prompt {number}: 48 tokens, \d+/\d+ accepted, identical", lines[number - 1])
     assert lines[2].startswith("passes of 5 rows against passes of one")
     assert lines[3].startswith("distribution at temperature 0.8: p-value")
     assert lines[4:] == ["holds"]
+
+
+def test_prove_shows_nothing_where_nothing_was_drafted(folders: dict[str, str]) -> None:
+    done = run([*PROVE, "--drafter", "ngram_simple", "--ngram-n", "64", "--temp", "0"], folders)
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1].startswith("nothing was drafted, so nothing was shown")
+
+
+def test_prove_writes_no_memory(folders: dict[str, str], tmp_path: Path) -> None:
+    done = run([*PROVE, "--drafter", "suffix", "--suffix-cache", str(tmp_path / "memory")], folders)
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "memory").exists()
 
 
 def accept_all(picks: mx.array, draft: mx.array) -> mx.array:

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specdec.draft_length import Auto, Costs, Fixed, Outcome
-from mlx_specdec.drafters.base import NOTHING, Draft
+from mlx_specdec.draft_length import Auto, Costs, Fixed, Measured, Outcome
+from mlx_specdec.drafters.base import NOTHING, Draft, Drafter
 from tests.scripted import Empty
 
 MOST, SEEDS = 8, range(8)
@@ -79,8 +79,9 @@ def test_acceptance_that_changes_midway(before: float, then: float, curve: str) 
     runs = [lengths(Auto(), lambda number: before if number < 150 else then, cost, seed, True) for seed in SEEDS]
     assert mean([rate(run[200:], then, cost, True) for run in runs]) >= 0.95 * best(then, cost, True)
     for run in runs:
-        tokens = rate(run[:150], before, cost, True), rate(run[150:], then, cost, True)
-        assert mean(list(tokens)) >= 0.97
+        parts = [(run[:150], before), (run[150:], then)]
+        tokens = sum(sum(sum(a**i for i in range(k + 1)) for k in part) for part, a in parts)
+        assert tokens / sum(cost(k + 1) for k in run) >= 0.97, "of plain decoding, over both halves"
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -99,10 +100,29 @@ def test_the_account_bounds_what_is_lost(curve: str, seed: int) -> None:
     assert tokens / seconds >= 0.97
 
 
-def test_a_controller_that_always_drafts_is_caught() -> None:
+class Reckless(Auto):
+    """Drafts without looking at its accounts, as much as it can."""
+
+    def _best(self, drafter: Drafter, most: int, confidence: object) -> int:
+        return most if self._measured.plain.known else 0
+
+
+@pytest.mark.parametrize("curve", ["apple", "linear"])
+def test_a_controller_that_always_drafts_is_caught(curve: str) -> None:
     """The negative control: the bounds above are not met by just drafting."""
-    assert rate([4] * 300, 0.1, CURVES["linear"], True) < 0.97
-    assert rate([8] * 250, 0.3, CURVES["apple"], True) < 0.95 * best(0.3, CURVES["apple"], True)
+    cost = CURVES[curve]
+    run = lengths(Reckless(), lambda _: 0.2, cost, 0, True)
+    assert rate(run[50:], 0.2, cost, True) < 0.95 * best(0.2, cost, True)
+    assert rate(run, 0.2, cost, True) < 0.97 * rate([0], 0.2, cost, True)
+
+
+def test_streams_share_what_was_measured_and_nothing_else() -> None:
+    measured, who = Measured(), drafter(True)
+    one, other = Auto(measured), Auto(measured)
+    lengths(one, lambda _: 1.0, CURVES["flat"], 0, True, rounds=60)
+    assert other.cut(who, DRAFTS[MOST]) == MOST, "what the other stream measured is known"
+    assert other.state()["seconds_by_rows"] == one.state()["seconds_by_rows"]
+    assert other.state()["chosen"] == {"scripted": MOST}
 
 
 def test_confidence_is_calibrated() -> None:

@@ -45,6 +45,7 @@ class DrafterOptions:
     suffix_cache: Path | None = None
     lookup_cache_static: Path | None = None
     lookup_cache_dynamic: Path | None = None
+    keeps: bool = True  # write these files; False reads them alone
 
 
 def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
@@ -85,9 +86,9 @@ def _maker(name: str, options: DrafterOptions) -> Maker:
     if name == "ngram_mod":
         return partial(NgramMod, options.ngram_n_match, options.ngram_n_min, options.ngram_n_max, Table())
     if name == "ngram_cache":
-        return Lookups(options.lookup_cache_static, options.lookup_cache_dynamic)
+        return Lookups(options.lookup_cache_static, options.lookup_cache_dynamic, keeps=options.keeps)
     memory = SuffixMemory(
         max_tree_depth=options.suffix_max_tree_depth, max_cached_requests=options.suffix_max_cached_requests
     )
     rule = Rule(options.suffix_max_spec_factor, options.suffix_max_spec_offset, options.suffix_min_token_prob)
-    return Suffixes(memory, rule, options.suffix_cache)
+    return Suffixes(memory, rule, options.suffix_cache, keeps=options.keeps)

@@ -16,6 +16,10 @@ class Chain:
     """
 
     def __init__(self, drafters: Sequence[Drafter], length: DraftLength):
+        """Raises OptionError when two have one name, by which they are told apart."""
+        names = [drafter.name for drafter in drafters]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise OptionError(f"the drafter {twice} is there twice; give it once")
         self.drafters, self.length = drafters, length
         self.winner: Drafter | None = None
 

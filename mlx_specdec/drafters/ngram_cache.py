@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import CheckpointError, OptionError, PairingError
 from ..features import FeatureRequest, Features
-from ..files import replacing
+from ..files import check_replaceable, replacing
 from ..history import History
 from ..sampling import Sampler
 from .base import NOTHING, Draft
@@ -20,6 +20,7 @@ from .base import NOTHING, Draft
 if TYPE_CHECKING:
     from ..target.model import Target
 
+WHAT = "lookup file"
 LONGEST = 4  # tokens of an n-gram
 STATIC = 2  # tokens of an n-gram in a static lookup
 INT32_MOST = 2**31 - 1
@@ -119,7 +120,7 @@ class Lookup:
 
     def save(self, path: str | Path) -> None:
         """Replaces the file in one step: whoever reads it, even after a crash, sees the old or the new one whole."""
-        with self._lock, replacing(Path(path), "lookup file") as file:
+        with self._lock, replacing(Path(path), WHAT) as file:
             for ngram, followers in sorted(self, key=lambda entry: entry[0]):
                 counts = [(token, min(count, INT32_MOST)) for token, count in sorted(followers.counts.items())]
                 file.write(ngram.ljust(4 * LONGEST, b"\xff"))
@@ -260,10 +261,12 @@ class Lookups:
 
     name = NgramCache.name
 
-    def __init__(self, static: Path | None, dynamic: Path | None):
-        """Raises CheckpointError for a file that is not whole, or a static one that is not there; a dynamic one that is
-        not there yet is empty."""
-        self._paths = (static, dynamic)
+    def __init__(self, static: Path | None, dynamic: Path | None, *, keeps: bool = True):
+        """Raises CheckpointError for a file that is not whole, a static one that is not there, or a dynamic one that it
+        `keeps` and cannot write; one that is not there yet is empty."""
+        self._paths, self._keeps = (static, dynamic), keeps
+        if dynamic is not None:
+            check_replaceable(dynamic, WHAT, keeps)
         self._static = Lookup.load(static) if static else Lookup()
         self._dynamic = Lookup.load(dynamic) if dynamic and dynamic.exists() else Lookup()
 
@@ -277,7 +280,7 @@ class Lookups:
         return NgramCache(static=self._static, dynamic=self._dynamic, keeps=self._paths[1] is not None)
 
     def keep(self) -> None:
-        if self._paths[1] is not None:
+        if self._paths[1] is not None and self._keeps:
             self._dynamic.save(self._paths[1])
 
 

@@ -7,20 +7,25 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, PairingError
 from ..features import FeatureRequest, Features
-from ..files import replacing
+from ..files import check_replaceable, replacing
 from ..sampling import Sampler
 from .base import NOTHING, Draft
 from .suffix_tree import Guess, Rule, SuffixTree
 
+if TYPE_CHECKING:
+    from ..target.model import Target
+
 # A file: this, the CRC-32 of what follows, and in int32 how many outputs there are, their sizes and their tokens, all
 # little-endian.
 MAGIC = b"specdec suffix 1"
+WHAT = "suffix memory"
 
 
 class SuffixMemory:
@@ -58,6 +63,11 @@ class SuffixMemory:
         """How many tokens the outputs have together."""
         return len(self._tree.text) - self._gone
 
+    @property
+    def largest(self) -> int:
+        """The largest token that is kept, -1 if there is none."""
+        return max(self._tree.text[self._gone :], default=-1)
+
     def add(self, output: Sequence[int]) -> None:
         """Keep an output, and let the oldest go where there would be too many."""
         kept = array("i", output[max(0, len(output) - self.max_cached_tokens) :])
@@ -91,7 +101,7 @@ class SuffixMemory:
         with self._lock:
             sizes, tokens = list(self._sizes), self._tree.text[self._gone :]
         body = np.array([len(sizes), *sizes, *tokens], "<i4").tobytes()
-        with replacing(Path(path), "suffix memory") as file:
+        with replacing(Path(path), WHAT) as file:
             file.write(MAGIC + zlib.crc32(body).to_bytes(4, "little") + body)
 
     def load(self, path: str | Path) -> None:
@@ -179,17 +189,29 @@ class Suffix:
 class Suffixes:
     """Makes suffix drafters that share `memory`, which begins with what `path` holds and can be kept there."""
 
-    def __init__(self, memory: SuffixMemory, rule: Rule, path: Path | None = None):
-        """Raises OptionError for a rule that allows no draft, CheckpointError for a file that is not whole; one that is
-        not there yet is an empty memory."""
+    name = Suffix.name
+
+    def __init__(self, memory: SuffixMemory, rule: Rule, path: Path | None = None, *, keeps: bool = True):
+        """Raises OptionError for a rule that allows no draft, CheckpointError for a file that is not whole, or that it
+        `keeps` and cannot write; one that is not there yet is an empty memory."""
         rule.check(memory.max_tree_depth)
-        self._memory, self._rule, self._path = memory, rule, path
-        if path is not None and path.exists():
-            memory.load(path)
+        self._memory, self._rule, self._path, self._keeps = memory, rule, path, keeps
+        if path is not None:
+            check_replaceable(path, WHAT, keeps)
+            if path.exists():
+                memory.load(path)
+
+    def pair(self, target: "Target") -> "Suffixes":
+        if self._memory.largest >= target.vocab:
+            raise PairingError(
+                f"the suffix memory {self._path} is of another model: it has token {self._memory.largest}, and the "
+                f"target has {target.vocab} tokens; give a file for each model"
+            )
+        return self
 
     def __call__(self) -> Suffix:
         return Suffix(self._memory, **self._rule._asdict())
 
     def keep(self) -> None:
-        if self._path is not None:
+        if self._path is not None and self._keeps:
             self._memory.save(self._path)

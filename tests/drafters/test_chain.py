@@ -13,7 +13,7 @@ from mlx_specdec.drafters import DrafterOptions, by_name
 from mlx_specdec.drafters.base import NOTHING, Draft
 from mlx_specdec.drafters.chain import Chain
 from mlx_specdec.drafters.ngram_cache import Lookup
-from mlx_specdec.drafters.suffix import SuffixMemory
+from mlx_specdec.drafters.suffix import Suffix, SuffixMemory
 from mlx_specdec.errors import CheckpointError, OptionError, PairingError
 from mlx_specdec.features import FeatureRequest, Features
 from mlx_specdec.sampling import Sampler, SamplingParams
@@ -146,6 +146,46 @@ def test_a_memory_is_kept_in_its_file(tmp_path) -> None:
     memory = SuffixMemory()
     memory.load(tmp_path / "memory")
     assert list(memory._tree.text[-40:]) == ids[0]
+
+
+def test_a_memory_that_cannot_be_written_loses_no_other(tmp_path, monkeypatch) -> None:
+    options = DrafterOptions(suffix_cache=tmp_path / "memory", lookup_cache_dynamic=tmp_path / "lookup")
+    decoder = SpecDecoder(zoo.build("llama", vocab=300), zoo.tokenizer(), by_name("suffix,ngram_cache", options))
+    list(decoder.stream([5, 6, 7, 5, 6], max_tokens=8, num_draft_tokens=2))
+    save = SuffixMemory.save
+
+    def full(self, path) -> None:
+        raise CheckpointError(f"cannot write the suffix memory {path}")
+
+    monkeypatch.setattr(SuffixMemory, "save", full)
+    with pytest.raises(CheckpointError, match="cannot write the suffix memory"):
+        decoder.close()
+    assert len(Lookup.load(tmp_path / "lookup")) > 0
+    monkeypatch.setattr(SuffixMemory, "save", save)
+    decoder.close()  # tries again
+    assert (tmp_path / "memory").exists()
+
+
+@pytest.mark.parametrize("option", ["suffix_cache", "lookup_cache_dynamic"])
+def test_a_folder_that_cannot_be_written_to_is_said_at_once(tmp_path, option: str) -> None:
+    options = {option: tmp_path / "none" / "memory"}
+    with pytest.raises(CheckpointError, match="its folder is missing or read-only"):
+        by_name("suffix,ngram_cache", DrafterOptions(**options))
+    by_name("suffix,ngram_cache", DrafterOptions(**options, keeps=False))  # which writes nothing
+
+
+def test_a_suffix_memory_of_another_model_is_refused(tmp_path) -> None:
+    memory = SuffixMemory()
+    memory.add([1, 2, 900])
+    memory.save(tmp_path / "memory")
+    drafter = by_name("suffix", DrafterOptions(suffix_cache=tmp_path / "memory"))
+    with pytest.raises(PairingError, match="it has token 900, and the target has 300 tokens"):
+        SpecDecoder(zoo.build("llama", vocab=300), zoo.tokenizer(), drafter)
+
+
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(OptionError, match="the drafter suffix is there twice"):
+        SpecDecoder(zoo.build("llama", vocab=300), zoo.tokenizer(), [Suffix, Suffix])
 
 
 def test_a_lookup_file_of_another_vocabulary_is_refused(tmp_path) -> None:
