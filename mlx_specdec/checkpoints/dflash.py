@@ -17,6 +17,8 @@ from .folder import Folder, fill
 SLIDING, FULL = "sliding_attention", "full_attention"
 # What a training run left of its target, which drafting has no use for.
 LEFT_OVER = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
+# Tensors of drafters that grew out of DFlash and may carry its name in their config.
+OTHERS = {"markov_head.": "DSpark", "candidate_selector.": "DFlash 2", "layer_fusion_weights": "DFly"}
 OLD_NAMES = {"self_attn.attention_sink_bias": "self_attn.sinks"}
 
 
@@ -27,12 +29,16 @@ def read(folder: Folder) -> DFlash:
         raise CheckpointError(f"{folder.path} has a mask vector of its own (mask_embedding.pt), which is not "
                               "supported; use a DFlash drafter with a mask token")  # fmt: skip
     tensors = {_name(name): x for name, x in folder.tensors().items()}
+    for sign, other in OTHERS.items():
+        if any(name.startswith(sign) for name in tensors):
+            raise CheckpointError(f"{folder.path} is a {other} drafter, which is not supported; use a DFlash, EAGLE-3 "
+                                  "or MTP drafter")  # fmt: skip
     try:
         config = _config(folder, tensors)
         network = DFlash(config, _draft_ids(folder, config, tensors))
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # values of kinds that nothing here expects
-        raise CheckpointError(f"the config of {folder.path} cannot be used ({type(error).__name__}: {error}); fetch the "
-                              "checkpoint again, or use another drafter") from error  # fmt: skip
+        raise CheckpointError(f"the config of {folder.path} cannot be used ({type(error).__name__}: {error}); fetch "
+                              "the checkpoint again, or use another drafter") from error  # fmt: skip
     fill(network, {name: x for name, x in tensors.items() if name not in LEFT_OVER}, folder)
     return network
 

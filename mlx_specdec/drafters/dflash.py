@@ -108,14 +108,16 @@ class DFlashDrafter:
 def _embedding(network: DFlash, target: "Target") -> Callable[[mx.array], mx.array]:
     """Tokens int [n] -> [n, hidden] in the network's dtype."""
     config, dtype = network.config, network.dtype
-    ends = target.ends if config.embedding_size is None else None
-
-    def embed(tokens: mx.array) -> mx.array:
-        if ends is not None:
-            return ends.embed(tokens, config.scaled_embedding)
-        return network.embed_tokens(mx.where(tokens < config.embedding_size, tokens, 0))  # beyond it is padding
-
+    if (rows := config.embedding_size) is None:
+        embed = partial(target.ends.embed, scaled=config.scaled_embedding)
+    else:
+        embed = partial(_own_embedding, network, rows)
     return lambda tokens: (embed(tokens) * config.input_embedding_scale).astype(dtype)
+
+
+def _own_embedding(network: DFlash, rows: int, tokens: mx.array) -> mx.array:
+    """Tokens beyond it are padding of the target's vocabulary."""
+    return network.embed_tokens(mx.where(tokens < rows, tokens, 0))
 
 
 def _head(network: DFlash, target: "Target") -> Callable[[mx.array], mx.array]:

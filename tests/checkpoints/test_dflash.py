@@ -253,6 +253,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, mx.array], str]] = {
     "taps that do not fit": (
         zlab({"target_layer_ids": [1, 3]}), drawn(), r"fc.weight has the shape \[32, 96\] and its config asks for"
     ),
+    "DSpark by its tensors": (ZLAB, drawn(markov_head__markov_w1__weight=(VOCAB, 4)), "is a DSpark drafter"),
+    "DFly by its tensors": (ZLAB, drawn(layer_fusion_weights=(2, 3)), "is a DFly drafter"),
     "another layer": (ZLAB, drawn(layers__0__self_attn__qkv_proj__weight=(128, HIDDEN)), "unknown tensor layers.0.s"),
 }  # fmt: skip
 
