@@ -17,13 +17,13 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
 
 
-def tokenizer(letters: str = LETTERS, first: int = 3) -> PreTrainedTokenizerFast:
-    """A token for each letter, and two special ones before them."""
-    ids = {"<s>": 0, "</s>": first - 1} | {letter: first + place for place, letter in enumerate(letters)}
+def tokenizer(letters: str = LETTERS) -> PreTrainedTokenizerFast:
+    """A token for each letter, and three others before them."""
+    ids = {token: place for place, token in enumerate(["<s>", "<|endoftext|>", "</s>", *letters])}
     core = Tokenizer(models.WordLevel(ids, unk_token="<s>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
-    core.add_special_tokens(["<s>", "</s>"])
+    core.add_special_tokens(["<s>", "<|endoftext|>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
