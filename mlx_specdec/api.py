@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from .decoder import GenerationResponse
     from .drafters import Maker
-    from .drafters.base import DrafterModel
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
@@ -26,6 +25,7 @@ def load(
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
     lazy: bool = False,
+    return_config: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     *,
@@ -33,21 +33,23 @@ def load(
     drafter: str | None = None,
     offline: bool = False,
     models: "str | PathLike[str] | None" = None,
-) -> "tuple[nn.Module, Any] | tuple[nn.Module, Any, DrafterModel | nn.Module | str]":
+) -> Any:
     """Load a model and its tokenizer: an MLX folder, a GGUF file, a name of the catalogue or a Hub id.
 
-    As mlx-lm's, and `dtype` (float32, float16, bfloat16) makes all weights dense and of that type. With `drafter` the
-    third value is what drafts for the model: "mtp" is the heads inside its own checkpoint, anything else a folder or a
-    Hub id whose kind (EAGLE-3, DFlash, MTP, Gemma 4 assistant, Medusa, a smaller model) is told from its files; give it
-    to SpecDecoder or stream_generate as `drafter`. "auto" is the best that is known and at hand, at worst the name of
-    drafters without weights; which and why is logged, and it never fails. `offline` takes only what is on this machine;
-    `models` is a catalogue of your own, beside the package's. Raises CheckpointError for what cannot be found, fetched
-    or read, PairingError for a named drafter of another model.
+    Returns (model, tokenizer), with `return_config` then the config, and with `drafter` last what drafts for the model.
+
+    As mlx-lm's, and `dtype` (float32, float16, bfloat16) makes all weights dense and of that type. Give what `drafter`
+    brought to SpecDecoder or stream_generate as `drafter`: "mtp" is the heads inside the model's own checkpoint, "auto"
+    the best that is known and at hand, at worst the name of drafters without weights (which and why is logged, and it
+    never fails), anything else a folder or a Hub id whose kind (EAGLE-3, DFlash, MTP, Gemma 4 assistant, Medusa, a
+    smaller model) is told from its files. `offline` takes only what is on this machine; `models` is a catalogue of your
+    own, beside the package's. Raises CheckpointError for what cannot be found, fetched or read, PairingError for a
+    named drafter of another model.
     """
     from . import checkpoints
 
     file = None if models is None else Path(models)
-    model, tokenizer = checkpoints.load(
+    model, tokenizer, config = checkpoints.load_with_config(
         path_or_hf_repo,
         dtype=dtype,
         tokenizer_config=tokenizer_config,
@@ -59,17 +61,18 @@ def load(
         offline=offline,
         models=file,
     )
+    loaded = (model, tokenizer, config) if return_config else (model, tokenizer)
     if drafter is None:
-        return model, tokenizer
+        return loaded
     from .choice import AUTO, choose
     from .pairs import MTP, load_drafter
 
     options: Any = {"dtype": dtype, "trust_remote_code": trust_remote_code, "offline": offline, "models": file}
     if drafter == AUTO:
         choice = choose(path_or_hf_repo, model, tokenizer, revision=revision, **options)
-        return model, tokenizer, choice.name if choice.drafter is None else choice.drafter
+        return *loaded, choice.name if choice.drafter is None else choice.drafter
     of_target = revision if drafter == MTP else None
-    return model, tokenizer, load_drafter(
+    return *loaded, load_drafter(
         drafter, target=path_or_hf_repo, model=model, tokenizer=tokenizer, revision=of_target, **options
     )  # fmt: skip
 

@@ -47,8 +47,39 @@ def load(
     trust_remote_code: bool = False,
     offline: bool = False,
     models: Path | None = None,
+    requantise: Mapping[str, int] | None = None,
 ) -> "tuple[nn.Module, TokenizerWrapper]":
-    """Load an mlx-lm model and its tokenizer.
+    """Load an mlx-lm model and its tokenizer: `load_with_config` without the config."""
+    return load_with_config(
+        source,
+        dtype=dtype,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+        models=models,
+        requantise=requantise,
+    )[:2]
+
+
+def load_with_config(
+    source: str | PathLike[str],
+    *,
+    dtype: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: str | PathLike[str] | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    models: Path | None = None,
+    requantise: Mapping[str, int] | None = None,
+) -> "tuple[nn.Module, TokenizerWrapper, dict[str, Any]]":
+    """Load an mlx-lm model, its tokenizer and its config.
 
     `source` is, in this order: a local .gguf file or a local folder in mlx-lm's format; a name in
     models.toml; the id of a Hub repository. A local path never touches the network.
@@ -57,7 +88,8 @@ def load(
     them as they are. `lazy` leaves the parameters unevaluated. `adapter_path` is a folder of LoRA adapters.
     `tokenizer_config` and `model_config` replace fields of the checkpoint's own; `revision` and
     `trust_remote_code` concern folders and Hub repositories only. `offline` takes only what is on this machine;
-    `models` is a catalogue that adds to the package's.
+    `models` is a catalogue that adds to the package's. `requantise` ({"bits": 4, "group_size": 64}) packs what a
+    GGUF file holds in types that MLX lacks, which is else made dense.
 
     Raises OptionError for an unknown dtype and CheckpointError for a model that cannot be found, fetched or
     read.
@@ -68,7 +100,7 @@ def load(
     path = find(source, offline=offline, models=models)
     try:
         if path is not None and path.is_file():
-            model, tokenizer = _load_file(path, tokenizer_config, model_config)
+            model, tokenizer, config = _load_file(path, tokenizer_config, model_config, dtype, requantise)
             if adapter_path is not None:
                 from mlx_lm.utils import load_adapters
 
@@ -76,7 +108,9 @@ def load(
         else:
             wanted = (*MODEL_FILES, "*.py") if trust_remote_code else MODEL_FILES
             folder = path or _fetch_model(str(source), revision, wanted, offline, models)
-            model, tokenizer = _load_folder(folder, tokenizer_config, model_config, adapter_path, trust_remote_code)
+            model, tokenizer, config = _load_folder(
+                folder, tokenizer_config, model_config, adapter_path, trust_remote_code
+            )
         if dtype is not None:
             model = to_dtype(model, dtype)
         if not lazy:
@@ -88,7 +122,7 @@ def load(
         hint = "that it is whole and in a format that mlx-lm reads" if path else "the name and the network"
         raise CheckpointError(f"{source} cannot be loaded ({type(error).__name__}: {said}); check {hint}.") from error
     model.eval()
-    return model, tokenizer
+    return model, tokenizer, config
 
 
 def find(source: str | PathLike[str], *, offline: bool = False, models: Path | None = None) -> Path | None:
@@ -147,7 +181,7 @@ def _load_folder(
     model_config: Mapping[str, Any] | None,
     adapter_path: str | PathLike[str] | None,
     trust_remote_code: bool,
-) -> "tuple[nn.Module, TokenizerWrapper]":
+) -> "tuple[nn.Module, TokenizerWrapper, dict[str, Any]]":
     """As mlx-lm's `load`, but that heads which a checkpoint carries beside its trunk never make it fail."""
     from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
@@ -172,7 +206,7 @@ def _load_folder(
         eos_token_ids=config.get("eos_token_id"),
     )
     _add_ends(tokenizer, folder)
-    return model, tokenizer
+    return model, tokenizer, config
 
 
 def _add_ends(tokenizer: "TokenizerWrapper", folder: Path) -> None:
@@ -187,13 +221,19 @@ def _add_ends(tokenizer: "TokenizerWrapper", folder: Path) -> None:
 
 
 def _load_file(
-    path: Path, tokenizer_config: Mapping[str, Any] | None, model_config: Mapping[str, Any] | None
-) -> "tuple[nn.Module, TokenizerWrapper]":
-    from .gguf import load_gguf
+    path: Path,
+    tokenizer_config: Mapping[str, Any] | None,
+    model_config: Mapping[str, Any] | None,
+    dtype: str | None,
+    requantise: Mapping[str, int] | None,
+) -> "tuple[nn.Module, TokenizerWrapper, dict[str, Any]]":
+    from .gguf import model_and_config
     from .gguf_file import GGUFFile
     from .gguf_tokenizer import load_tokenizer
 
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is a file but not a .gguf one; give a .gguf file or a model folder.")
     file = GGUFFile(path)
-    return load_gguf(file, model_config), load_tokenizer(file, tokenizer_config)
+    dense = dtype is not None
+    model, config = model_and_config(file, model_config, dtype=dtype, requantise=requantise, dense=dense)
+    return model, load_tokenizer(file, tokenizer_config), config
