@@ -1,8 +1,11 @@
 """A GGUF file as an mlx-lm model: names, row order, and quantisation kept as it is where MLX has the same."""
 
 import importlib
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -14,13 +17,28 @@ from ..errors import CheckpointError
 from .gguf_config import family_of, heads_alone, model_config, mtp_layers
 from .gguf_families import ROPE_FACTORS, Family
 from .gguf_file import GGUFFile, Tensor
-from .gguf_types import FLOATS, exact_dtype, readable
+from .gguf_types import FLOATS, exact_dtype, kept_packed, readable
 from .gguf_weight import Requantise, Weight
 
 Settings = dict[str, dict[str, Any]]  # how each quantised module is quantised
 
+_log = logging.getLogger(__name__)
+_LARGE = 1 << 30  # bytes
+
 # Small matrices that stay float32 in a file of any type, and so do not say what the model is computed in.
 _KEPT_WIDE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "per_layer_model_proj")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What becomes of a file's numbers, as `load_gguf` says."""
+
+    dtype: str | None = None
+    anew: Requantise | None = None
+    dense: bool = False
+
+
+PLAIN = Precision()
 
 
 def load_gguf(
@@ -29,6 +47,7 @@ def load_gguf(
     *,
     dtype: str | None = None,
     requantise: Mapping[str, int] | None = None,
+    dense: bool = False,
 ) -> nn.Module:
     """The mlx-lm model of a GGUF file.
 
@@ -36,13 +55,14 @@ def load_gguf(
     `requantise` says: {"bits": 4, "group_size": 64}. All floating parameters get one dtype, so that the model computes
     in one precision: `dtype`, by default the narrowest that holds every dense matrix and every scale of a file exactly,
     and float16 for types that none but float32 holds so. Norms, float32 on disk, are rounded to it. Models that are
-    known to leave float16's range compute in bfloat16 or float32 instead.
+    known to leave float16's range compute in bfloat16 or float32 instead. `dense` unpacks every weight, in float32, and
+    rounds it once.
 
     Memory: the model, and a few times the largest tensor's bytes in the file. `overrides` replaces fields of the mlx-lm
     configuration. Raises CheckpointError for what cannot be mapped exactly, OptionError for a quantisation that MLX
     lacks.
     """
-    return model_and_config(file, overrides, dtype=dtype, requantise=requantise)[0]
+    return model_and_config(file, overrides, dtype=dtype, requantise=requantise, dense=dense)[0]
 
 
 def model_and_config(
@@ -51,18 +71,19 @@ def model_and_config(
     *,
     dtype: str | None = None,
     requantise: Mapping[str, int] | None = None,
+    dense: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model as `load_gguf` has it, and what config.json says of it, its quantisation included."""
     _, family = family_of(file)
     if heads_alone(file):
         raise CheckpointError(f"{file.path} holds the MTP heads of a model and not the model; give it as the drafter")
-    anew = None if requantise is None else Requantise(**requantise)
+    precision = Precision(dtype, None if requantise is None else Requantise(**requantise), dense)
     config = model_config(file) | dict(overrides or {})
     module = importlib.import_module(f"mlx_lm.models.{family.model_type}")
     model = module.Model(module.ModelArgs.from_dict(config))
     places = _places(file, family, config)
     kept = getattr(model, "cast_predicate", lambda _: True)
-    parameters, settings = read_parameters(file, family, config, places, dtype, anew, kept)
+    parameters, settings = read_parameters(file, family, config, places, precision, kept)
     parameters = model.sanitize(parameters) if hasattr(model, "sanitize") else parameters
     nn.quantize(model, class_predicate=lambda path, each: settings.get(path, False) if _packable(each) else False)
     _fill(file, family, model, parameters, config)
@@ -74,8 +95,7 @@ def read_parameters(
     family: Family,
     config: Mapping[str, Any],
     places: Mapping[str, tuple[str, ...]],
-    dtype: str | None = None,
-    anew: Requantise | None = None,
+    precision: Precision = PLAIN,
     castable: Callable[[str], bool] = lambda _: True,
 ) -> tuple[dict[str, mx.array], Settings]:
     """The parameters that tensors hold, by `places`, and how the packed ones are packed.
@@ -87,16 +107,31 @@ def read_parameters(
             readable(kind)
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
-    computing = getattr(mx, dtype) if dtype else computing_dtype([file.tensors[name] for name in places], family.wide)
+    tensors = [file.tensors[name] for name in places]
+    computing = getattr(mx, precision.dtype) if precision.dtype else computing_dtype(tensors, family.wide)
+    _warn(file, tensors, computing, precision)
     parameters: dict[str, mx.array] = {}
     settings: Settings = {}
     for tensor, names in places.items():
-        weight = _read(file, tensor, family, config, computing, anew)
+        weight = _read(file, tensor, family, config, computing, precision)
         for name, part in zip(names, weight.halves() if len(names) == 2 else (weight,), strict=True):
             if part.settings:
                 settings[name.removesuffix(".weight")] = part.settings
             parameters |= _named(name, part, computing if castable(name) else mx.float32)
     return parameters, settings
+
+
+def _warn(file: GGUFFile, tensors: list[Tensor], computing: mx.Dtype, precision: Precision) -> None:
+    """Say so when a file grows by a lot, which nobody who chose a small one expects."""
+    unpacked = [tensor for tensor in tensors if not kept_packed(tensor.type) and tensor.type.name not in FLOATS]
+    size = sum(math.prod(tensor.shape) for tensor in unpacked) * computing.size
+    if precision.anew is None and not precision.dense and size > _LARGE:
+        kinds = ", ".join(sorted({tensor.type.name for tensor in unpacked}))
+        _log.info(
+            "%s has %s weights, which MLX has no form for: they take %.1f GB as they are; convert it with -q to pack "
+            "them",
+            *(file.path.name, kinds, size / 1e9),
+        )
 
 
 def computing_dtype(tensors: list[Tensor], wide: bool = False) -> mx.Dtype:
@@ -132,7 +167,7 @@ def _places(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
 
 
 def _read(
-    file: GGUFFile, name: str, family: Family, config: Mapping[str, Any], computing: mx.Dtype, anew: Requantise | None
+    file: GGUFFile, name: str, family: Family, config: Mapping[str, Any], computing: mx.Dtype, precision: Precision
 ) -> Weight:
     """A tensor as mlx-lm has it; floats still in the file's own dtype, for what is added to them."""
     tensor = file.tensors[name]
@@ -141,7 +176,13 @@ def _read(
         raise file.fault(
             f"tensor {name!r} of {tensor.shape[0]} values is of type {tensor.type.name}, which is for matrices"
         )
-    return family.changed(name, file.read(name, None if floats else computing, anew), config)
+    if floats:
+        weight = file.read(name)
+    elif precision.dense:
+        weight = Weight(file.read(name, mx.float32).dense())
+    else:
+        weight = file.read(name, computing, precision.anew)
+    return family.changed(name, weight, config)
 
 
 def _named(parameter: str, weight: Weight, dtype: mx.Dtype) -> dict[str, mx.array]:

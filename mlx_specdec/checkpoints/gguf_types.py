@@ -104,9 +104,14 @@ def dequantiser(kind: Type) -> Callable[[np.ndarray], np.ndarray]:
     return dequantise
 
 
+def kept_packed(kind: Type) -> bool:
+    """Whether MLX computes with a type as it is packed."""
+    return kind.name in AFFINE or kind.name == "MXFP4"
+
+
 def readable(kind: Type) -> None:
     """Raises CheckpointError if a weight of this type cannot be read."""
-    if kind.name not in FLOATS and kind.name not in AFFINE and kind.name != "MXFP4":
+    if kind.name not in FLOATS and not kept_packed(kind):
         dequantiser(kind)
 
 

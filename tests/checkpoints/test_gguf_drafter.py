@@ -1,7 +1,5 @@
-"""Drafters in GGUF files, made of published checkpoints as llama.cpp's converter does it: the networks are those that
-the checkpoints themselves give, to the bit."""
+"""Drafters in GGUF files: the networks are those that the published checkpoints themselves give, to the bit."""
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,155 +8,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter
 from gguf.quants import dequantize, quantize
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
 
 from mlx_specdec.checkpoints import dflash, eagle3, gemma4_assistant
-from mlx_specdec.checkpoints.drafter import kind_of
 from mlx_specdec.checkpoints.folder import Folder
 from mlx_specdec.checkpoints.gguf import load_gguf
-from mlx_specdec.checkpoints.gguf_drafter import GGUFFolder, checkpoint, read_drafter
+from mlx_specdec.checkpoints.gguf_drafter import checkpoint, read_drafter
 from mlx_specdec.checkpoints.gguf_file import GGUFFile
-from mlx_specdec.checkpoints.mtp import read_heads
-from mlx_specdec.checkpoints.mtp_layout import trunk_classes
 from mlx_specdec.errors import CheckpointError
 
+from .gguf_drafters import GOLDEN, TAPS, assistant, eagle, flash, golden, same
 from .gguf_sources import Source
 from .test_gguf_model import llama3_factors
-from .tiny_gguf import add_metadata, permute
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "hidden_norm": "attn_norm_2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP = {"fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd"}
-TAPS = [2, 4, 5]  # inputs of the eight layers' usual three
-
-
-def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    config = json.loads((GOLDEN / name / "config.json").read_text())
-    return config, {k: np.array(v) for k, v in mx.load(str(GOLDEN / name / "model.safetensors")).items()}  # type: ignore[union-attr]
-
-
-def keys(config: dict[str, Any]) -> dict[str, Any]:
-    """What the converter says of any model."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    return {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(config.get("rope_theta", 10000.0)),
-        "vocab_size": config["vocab_size"],
-    }
-
-
-def write(
-    path: Path,
-    arch: str,
-    metadata: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    types: dict[str, Type] | None = None,
-) -> Path:
-    writer = GGUFWriter(path, arch)
-    add_metadata(writer, {k if k.startswith("tokenizer.") else f"{arch}.{k}": v for k, v in metadata.items()})
-    for name, values in tensors.items():
-        kind = (types or {}).get(name)
-        if kind is None:
-            writer.add_tensor(name, np.ascontiguousarray(values))
-        else:
-            writer.add_tensor(name, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def renamed(tensors: dict[str, np.ndarray], hidden_norm: str = "") -> dict[str, np.ndarray]:
-    found = {}
-    for name, values in tensors.items():
-        module, _, kind = name.replace("midlayer.", "layers.0.").rpartition(".")
-        if module.startswith("layers."):
-            _, number, part = module.split(".", 2)
-            found[f"blk.{number}.{LAYER[part]}.{kind}"] = values
-        else:
-            found[f"{TOP.get(module, hidden_norm)}.{kind}"] = values
-    return found
-
-
-def eagle(path: Path, types: dict[str, Type] | None = None, more: Any = None, **said: Any) -> Path:
-    config, tensors = golden("eagle3_safeailab_llama")
-    del tensors["t2d"]
-    offsets = tensors.pop("d2t")
-    held = renamed(tensors)
-    for name, heads in (("blk.0.attn_q.weight", 4), ("blk.0.attn_k.weight", 2)):
-        held[name] = permute(held[name], heads)
-    held["d2t"] = offsets.astype(np.int64) + np.arange(len(offsets))
-    metadata = keys(config) | {"target_layers": TAPS, "target_hidden_size": 64, "norm_before_residual": False} | said
-    return write(path, "eagle3", metadata, held | (more or {}), types)
-
-
-def flash(path: Path, more: Any = None, **said: Any) -> Path:
-    config, tensors = golden("dflash_zlab_qwen3")
-    metadata = keys(config) | {
-        "target_layers": [2, 4, 6],
-        "target_hidden_size": 64,
-        "block_size": 8,
-        "tokenizer.ggml.mask_token_id": 157,
-    }
-    return write(path, "dflash", metadata | said, renamed(tensors, "enc.output_norm") | (more or {}))
-
-
-def assistant(path: Path, **said: Any) -> Path:
-    config, tensors = golden("gemma4_assistant_plain/assistant")
-    text = config["text_config"]
-    source = Source("gemma4", "gemma4_text")
-    own = {f"{part}_projection.weight": f"nextn.{part}_projection.weight" for part in ("pre", "post")}
-    metadata = keys(text | {"head_dim": 32}) | {
-        "nextn_predict_layers": 4,
-        "embedding_length_out": config["backbone_hidden_size"],
-        "attention.head_count_kv": [2, 2, 2, 1],
-        "attention.key_length_swa": 16,
-        "attention.value_length_swa": 16,
-        "attention.shared_kv_layers": 4,
-        "attention.sliding_window": 8,
-        "attention.sliding_window_pattern": [True, True, True, False],
-        "embedding_length_per_layer_input": 0,
-        "rope.dimension_count": 32,
-        "rope.dimension_count_swa": 16,
-        "rope.freq_base": 1e6,
-        "rope.freq_base_swa": 1e4,
-    }
-    held = {own.get(name) or source.tensor(name): values for name, values in tensors.items()}
-    turns = np.array([1.0] * 4 + [1e30] * 12, np.float32)
-    return write(path, "gemma4-assistant", metadata | said, held | {"rope_freqs.weight": turns})
-
-
-def same(ours: Any, theirs: Any) -> None:
-    ours, theirs = dict(tree_flatten(ours.parameters())), dict(tree_flatten(theirs.parameters()))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(np.array(ours[name]), np.array(value), name)
 
 
 def test_eagle3(tmp_path: Path) -> None:
@@ -261,91 +122,6 @@ def test_gemma4_assistant(tmp_path: Path, arch: str) -> None:
         "rms_norm_eps",
     ):
         assert getattr(network.config.text, name) == getattr(expected.config.text, name), name
-
-
-# MTP blocks
-
-
-def of_heads(config: dict[str, Any]) -> dict[str, Any]:
-    linear = {
-        "ssm.time_step_rank": "linear_num_value_heads",
-        "ssm.group_count": "linear_num_key_heads",
-        "ssm.state_size": "linear_key_head_dim",
-        "ssm.conv_kernel": "linear_conv_kernel_dim",
-        "full_attention_interval": "full_attention_interval",
-        "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    }
-    found = {key: config[name] for key, name in linear.items() if name in config}
-    rope = config.get("rope_parameters") or config
-    return found | {
-        "block_count": config["num_hidden_layers"] + 1,
-        "nextn_predict_layers": 1,
-        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-        "rope.dimension_count": int(config["head_dim"] * 0.25),
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
-
-
-def with_heads(path: Path, name: str, arch: str, alone: bool = False) -> Path:
-    """The target with its MTP block; `alone`: that block, the embedding and the head."""
-    config, tensors = golden(name)
-    text = config["text_config"]
-    source = Source(arch, config["model_type"], text, keys(text) | of_heads(text))
-    layers, heads, trunk = text["num_hidden_layers"], {}, {}
-    beside = {"mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm",
-              "mtp.norm": "shared_head_norm"}  # fmt: skip
-    for each, values in tensors.items():
-        if "visual" in each:
-            continue
-        if not each.startswith("mtp."):
-            trunk[each] = values
-            continue
-        held = values + 1 if "norm" in each else values
-        if (module := each.removesuffix(".weight")) in beside:
-            heads[f"blk.{layers}.nextn.{beside[module]}.weight"] = held
-        elif each.endswith(".experts.gate_up_proj"):
-            gate, up = np.split(held, 2, axis=1)
-            heads |= {f"blk.{layers}.ffn_gate_exps.weight": gate, f"blk.{layers}.ffn_up_exps.weight": up}
-        else:
-            theirs = each.replace("mtp.layers.0", "model.layers.0").replace("down_proj", "down_proj.weight").replace(
-                ".weight.weight", ".weight")  # fmt: skip
-            heads[source.tensor(theirs).replace("blk.0.", f"blk.{layers}.")] = held
-    heads[f"blk.{layers}.nextn.embed_tokens.weight"] = np.ones((text["vocab_size"], text["hidden_size"]), np.float32)
-    if alone:
-        trunk = {each: values for each, values in trunk.items() if ".layers." not in each}
-    replace(source, extra=heads).write(path, trunk)
-    return path
-
-
-@pytest.mark.parametrize(("name", "arch"), [("mtp_qwen3_5", "qwen35"), ("mtp_qwen3_5_moe", "qwen35moe")])
-def test_mtp_blocks_of_a_target(tmp_path: Path, name: str, arch: str) -> None:
-    path = with_heads(tmp_path / "m.gguf", name, arch)
-    model, _ = load_model(GOLDEN / name, get_model_classes=trunk_classes)
-    ours = load_gguf(GGUFFile(path))
-    ids = mx.array([[3, 14, 15, 9, 2, 6]])
-    np.testing.assert_allclose(np.array(ours(ids)), np.array(model(ids)), atol=1e-4, rtol=1e-4)
-
-    folder = checkpoint(path)
-    assert kind_of(folder) is None, "a target with heads is no drafter"
-    network, expected = read_heads(folder, ours), read_heads(Folder(GOLDEN / name), model)
-    ours_flat, theirs_flat = (dict(tree_flatten(x.parameters())) for x in (network, expected))  # type: ignore[union-attr]
-    assert ours_flat.keys() == theirs_flat.keys()
-    for each, value in theirs_flat.items():
-        np.testing.assert_allclose(np.array(ours_flat[each]), np.array(value), atol=1e-6, err_msg=each)
-
-
-def test_mtp_blocks_alone(tmp_path: Path) -> None:
-    path = with_heads(tmp_path / "m.gguf", "mtp_qwen3_5", "qwen35", alone=True)
-    kind, network = read_drafter(path)
-    expected = read_heads(GGUFFolder(with_heads(tmp_path / "whole.gguf", "mtp_qwen3_5", "qwen35")),
-                          load_gguf(GGUFFile(tmp_path / "whole.gguf")))  # fmt: skip
-    assert kind == "mtp"
-    same(network, expected)
-    with pytest.raises(CheckpointError, match="holds the MTP heads of a model and not the model"):
-        load_gguf(GGUFFile(path))
 
 
 # what is refused

@@ -9,9 +9,11 @@ import mlx_lm.utils
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader
 from gguf.quants import dequantize, quantize
 from mlx.utils import tree_flatten
 
+from mlx_specdec.checkpoints import gguf as gguf_module
 from mlx_specdec.checkpoints.gguf import load_gguf, model_and_config
 from mlx_specdec.checkpoints.gguf_file import GGUFFile
 from mlx_specdec.errors import CheckpointError, OptionError
@@ -93,6 +95,39 @@ def test_k_quants_stay_packed_and_the_rest_is_dense_or_quantised_anew(tmp_path: 
     np.testing.assert_allclose(logits(anew), logits(model), atol=0.1 * np.abs(logits(model)).max())
     with pytest.raises(OptionError, match="7 bits"):
         load_gguf(file, requantise={"bits": 7, "group_size": 64})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dense_weights_are_rounded_once(tmp_path: Path, dtype: str) -> None:
+    """Even where a scale alone is no number of the dtype."""
+    source = SOURCES["qwen3"].with_({"hidden_size": 256}, {"embedding_length": 256})
+    kinds = {"attn_q": Type.Q4_K, "attn_k": Type.Q6_K, "attn_v": Type.Q8_0, "ffn_gate": Type.MXFP4}
+    source.write(tmp_path / "m.gguf", source.tensors(), kinds, random=True)
+    model = load_gguf(GGUFFile(tmp_path / "m.gguf"), dtype=dtype, dense=True)
+    raw = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
+    layer = model.layers[2]
+    attention = layer.self_attn
+    modules = (attention.q_proj, attention.k_proj, attention.v_proj, layer.mlp.gate_proj)
+    for name, module in zip(kinds, modules, strict=True):
+        held = raw[f"blk.2.{name}.weight"]
+        expected = mx.array(dequantize(held.data, held.tensor_type)).astype(getattr(mx, dtype))
+        assert mx.array_equal(module.weight, expected), name
+        assert set(module.keys()) == {"weight"}
+
+
+def test_a_file_that_grows_by_a_lot_is_named_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(gguf_module, "_LARGE", 1000)
+    source = SOURCES["qwen3"].with_({"hidden_size": 256}, {"embedding_length": 256})
+    source.write(tmp_path / "m.gguf", source.tensors(), {"attn_k": Type.Q6_K, "attn_q": Type.IQ4_XS}, random=True)
+    file = GGUFFile(tmp_path / "m.gguf")
+    with caplog.at_level("INFO"):
+        load_gguf(file, requantise={"bits": 4, "group_size": 32})
+        load_gguf(file, dense=True)
+        assert not caplog.records
+        load_gguf(file)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "m.gguf has IQ4_XS, Q6_K weights, which MLX has no form for"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from mlx_specdec import checkpoints
-from mlx_specdec.errors import CheckpointError
+from mlx_specdec.errors import CheckpointError, OptionError
 
 from .tiny_gguf import FFN, HIDDEN, LAYERS, TinyGGUF, dense_model, logits
 
@@ -66,6 +66,15 @@ def test_a_float_file_computes_in_its_own_dtype(tmp_path, kind, dtype):
     spec.write(tmp_path / "m.gguf")
     model = loaded(spec, tmp_path / "m.gguf")
     assert {str(model.model.norm.weight.dtype), str(model.layers[1].mlp.up_proj.weight.dtype)} == {f"mlx.core.{dtype}"}
+
+
+def test_the_request_to_pack_reaches_the_file(tmp_path):
+    spec = TinyGGUF(types={"ffn": Type.Q4_0})
+    spec.write(tmp_path / "m.gguf")
+    with pytest.raises(OptionError, match="9 bits by groups of 64"):
+        checkpoints.load(tmp_path / "m.gguf", requantise={"bits": 9})
+    model, _ = checkpoints.load(tmp_path / "m.gguf", requantise={"bits": 8, "group_size": 32})
+    assert model.layers[0].mlp.up_proj.bits == 4, "what MLX has is kept"
 
 
 @pytest.mark.parametrize(
