@@ -7,6 +7,7 @@ from .checkpoints import find, not_a_model, refuse_drafter
 from .checkpoints.catalogue import Catalogue, Drafter
 from .checkpoints.drafter import kind_of
 from .checkpoints.folder import Folder
+from .checkpoints.gguf_drafter import checkpoint
 from .checkpoints.hub import cached, repositories
 from .choice import identity, on_this_machine, reason
 from .drafters.pairing import MadeFor, check_tokenizers, compare, made_for, of_target
@@ -57,14 +58,10 @@ def describe(source: str, known: Catalogue, models: Path | None = None) -> Descr
         raise not_a_model(source, entry.method, f", {' or '.join(entry.targets)}")
     path = find(source, offline=True, models=models) or cached(source)
     config: dict[str, Any] = {}
-    if path is not None and path.is_dir():
-        refuse_drafter(Folder(path), source)
-        config = Folder(path).config
-    elif path is not None:
-        from .checkpoints.gguf_config import model_config
-        from .checkpoints.gguf_file import GGUFFile
-
-        config = model_config(GGUFFile(path))
+    if path is not None:
+        files = checkpoint(path)
+        refuse_drafter(files, source)
+        config = files.config
     families, by = known.families(identity(source, models=models)[0], config)
     return Described(source, path, config, families, by, of_target(config))
 
@@ -72,7 +69,7 @@ def describe(source: str, known: Catalogue, models: Path | None = None) -> Descr
 def fits(target: Described, known: Catalogue) -> list[Fit]:
     """Heads inside the checkpoint, the drafters published for the target, and all others in the Hub's cache."""
     found = _heads(target)
-    tokenizer = _tokenizer(target)
+    tokenizer = None if target.path is None else carried_tokenizer(target.path)
     for entry in known.drafters_for(target.families):
         path = Path(entry.name).expanduser()
         folder = path if path.exists() else cached(entry.name)
@@ -104,12 +101,13 @@ def stored(known: Catalogue) -> list[Stored]:
 
 def _wrong(target: Described, tokenizer: Any, method: str, folder: Path | None) -> str | None:
     """What speaks against a drafter, by its config and tokenizer as far as they are on this machine."""
-    if folder is None or folder.is_file():
+    if folder is None:
         return None
     try:
         if method != MODEL:
-            kind = kind_of(Folder(folder)) or method
-            compare(kind, made_for(kind, Folder(folder).config), target.sizes)
+            files = checkpoint(folder)
+            kind = kind_of(files) or method
+            compare(kind, made_for(kind, files.config), target.sizes)
         if tokenizer is not None and (own := carried_tokenizer(folder)) is not None:
             check_tokenizers(tokenizer, own, "draft model" if method == MODEL else "drafter")
     except SpecDecError as error:
@@ -117,25 +115,15 @@ def _wrong(target: Described, tokenizer: Any, method: str, folder: Path | None) 
     return None
 
 
-def _tokenizer(target: Described) -> Any | None:
-    """The target's, None where it cannot be had without more than the files of this machine."""
-    if target.path is None:
-        return None
-    if target.path.is_dir():
-        return carried_tokenizer(target.path)
-    from .checkpoints.gguf_file import GGUFFile
-    from .checkpoints.gguf_tokenizer import load_tokenizer
-
-    return load_tokenizer(GGUFFile(target.path))
-
-
 def _heads(target: Described) -> list[Fit]:
     """The MTP heads that a target's checkpoint holds, or says it holds, by the names of its tensors."""
     from .checkpoints.mtp import SIDECARS
     from .checkpoints.mtp_layout import LAYOUTS, declared, module_of, settings, trunk_classes
 
-    if target.path is None or not target.path.is_dir():
+    if target.path is None:
         return []
+    if target.path.is_file():  # which declares what it holds
+        return [Fit(MTP, MTP, True, None)] if declared(target.config) else []
     try:
         layout = LAYOUTS.get(module_of(trunk_classes(target.config)[0]))
         layers = settings(target.config).get("num_hidden_layers") or 0

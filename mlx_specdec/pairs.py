@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoints
 from .checkpoints.catalogue import read_catalogue
 from .checkpoints.drafter import kind_of, read_network
-from .checkpoints.folder import Folder
+from .checkpoints.gguf_drafter import SUFFIX, checkpoint
 from .checkpoints.hub import snapshot
 from .checkpoints.mtp import read_heads
 from .checkpoints.precision import check_dtype, to_dtype
 from .drafters.pairing import MadeFor, check_tokenizers, compare, made_for
 from .errors import CheckpointError, PairingError, SpecDecError
-from .target.model import hidden_size
+from .target.model import evaluate, hidden_size
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -48,7 +48,7 @@ def load_drafter(
     models: Path | None = None,
 ) -> "DrafterModel | nn.Module":
     """What drafts for `model`, which `load` brought from `target`: "mtp" is the heads inside that checkpoint; anything
-    else is a folder, a name of the catalogue or a Hub id, whose kind is told from its files.
+    else is a folder, a .gguf file, a name of the catalogue or a Hub id, whose kind is told from its files.
 
     Returns a drafter's weights, or a whole model for an ordinary checkpoint; either is what SpecDecoder and
     stream_generate take as `drafter`. What its config says of its target and the tokenizer that it carries, if any, are
@@ -75,10 +75,9 @@ def load_drafter(
         )
         check_tokenizers(tokenizer, draft_tokenizer)
         return draft
-    compare(
-        kind, made_for(kind, Folder(hub.folder(source, CONFIG)).config), MadeFor(hidden_size(model), len(model.layers))
-    )
-    files = Folder(hub.weights(source))
+    config = checkpoint(hub.folder(source, CONFIG)).config
+    compare(kind, made_for(kind, config), MadeFor(hidden_size(model), len(model.layers)))
+    files = checkpoint(hub.weights(source))
     if (own := carried_tokenizer(files.path)) is not None:
         check_tokenizers(tokenizer, own, "drafter")
     with _reading(source, kind):
@@ -98,11 +97,9 @@ def load_heads(
 
     Raises CheckpointError when it declares heads that its files do not hold, or that cannot be used.
     """
-    folder = Repository(revision, offline, models).folder(target, checkpoints.MODEL_FILES)
-    if folder.is_file():
-        return None
+    path = Repository(revision, offline, models).folder(target, checkpoints.MODEL_FILES)
     with _reading(target, MTP):
-        network = read_heads(Folder(folder), model)
+        network = read_heads(checkpoint(path), model)
         return None if network is None else _wrap(MTP, network, dtype)
 
 
@@ -112,7 +109,7 @@ def _reading(source: str, kind: str) -> Iterator[None]:
     exceptions."""
     try:
         yield
-    except SpecDecError:
+    except (SpecDecError, ImportError):  # the second is no checkpoint's fault
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
@@ -133,12 +130,12 @@ class Repository:
 
     def kind(self, source: str) -> str | None:
         """Which kind of drafter it is, by its config or else by the catalogue; None for an ordinary model."""
-        folder = self.folder(source, CONFIG)
-        if not folder.is_dir():
-            return None
+        path = self.folder(source, CONFIG)
+        if path.is_file() and path.suffix != SUFFIX:
+            return None  # which loading it says
         known = read_catalogue(self._models).drafters.get(source)
         listed = known.method if known is not None and known.method != "draft_model" else None
-        return kind_of(Folder(folder)) or listed
+        return kind_of(checkpoint(path)) or listed
 
     def weights(self, source: str) -> Path:
         """Its folder with weights and all: pickled ones only where there are no others."""
@@ -148,11 +145,14 @@ class Repository:
         return folder
 
 
-def carried_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer in a drafter's folder; None if it has none. Raises CheckpointError for one that cannot be read."""
+def carried_tokenizer(path: Path) -> Any | None:
+    """The tokenizer in a checkpoint's folder or GGUF file; None if it has none. Raises CheckpointError for one that
+    cannot be read."""
     from transformers import PreTrainedTokenizerFast
 
-    file = folder / "tokenizer.json"
+    if path.is_file():
+        return _gguf_tokenizer(path)
+    file = path / "tokenizer.json"
     if not file.is_file():
         return None
     try:
@@ -163,7 +163,18 @@ def carried_tokenizer(folder: Path) -> Any | None:
         ) from error
 
 
+def _gguf_tokenizer(path: Path) -> Any | None:
+    from .checkpoints.gguf_file import GGUFFile
+    from .checkpoints.gguf_tokenizer import load_tokenizer
+
+    file = GGUFFile(path)
+    return load_tokenizer(file) if "tokenizer.ggml.tokens" in file.metadata else None
+
+
 def _wrap(kind: str, network: "nn.Module", dtype: str | None) -> "DrafterModel":
     """The network as something that drafts, in the precision asked for."""
+    if dtype is not None:
+        network = to_dtype(network, dtype)
+    evaluate(network)
     module = import_module(f".drafters.{kind}", __package__)
-    return getattr(module, MODELS[kind])(network if dtype is None else to_dtype(network, dtype))
+    return getattr(module, MODELS[kind])(network)

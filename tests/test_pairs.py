@@ -6,6 +6,7 @@ import mlx_specdec  # noqa: F401  # isort: skip
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from mlx_specdec import CheckpointError, PairingError, SpecDecError, SpecDecoder, checkpoints, load
 from mlx_specdec.checkpoints import hub
+from mlx_specdec.checkpoints.gguf import load_gguf
+from mlx_specdec.checkpoints.gguf_file import GGUFFile
 from mlx_specdec.pairs import load_drafter
-from tests import hub_cache
+from tests import hub_cache, zoo
+from tests.checkpoints.gguf_drafters import assistant, eagle, flash
+from tests.checkpoints.test_gguf_mtp import with_heads as gguf_with_heads
+from tests.checkpoints.tiny_gguf import TinyGGUF
 from tests.hub_cache import LETTERS, LLAMA, PAIRS, copied, llama, medusa_heads, qwen3, repository, toml, with_heads
 from tests.scripted import plain
 
@@ -79,6 +85,48 @@ def test_one_that_only_the_catalogue_knows(cache: Path, tmp_path: Path) -> None:
     copied("eagle3_safeailab_llama", repository(cache, "a/eagle"))
     (tmp_path / "mine.toml").write_text(toml({"tiny": LLAMA}, {"a/eagle": ("eagle3", "tiny")}))
     assert pair(llama(tmp_path / "target"), "a/eagle", models=tmp_path / "mine.toml")[2].name == "eagle3"
+
+
+GGUF = {
+    "eagle3": (llama, eagle),
+    "dflash": (qwen3, flash),
+    "gemma4_assistant": (PAIRS["gemma4_assistant"].target, assistant),
+}
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_a_drafter_in_a_gguf_file(kind: str, tmp_path: Path) -> None:
+    make, write = GGUF[kind]
+    path = write(tmp_path / "drafter.gguf")
+    model, _, brought = pair(make(tmp_path / "target"), str(path))
+    assert brought.name == kind
+    with SpecDecoder(model, hub_cache.tokenizer(), brought) as decoder:
+        responses = list(decoder.stream(PROMPT, max_tokens=TOKENS, num_draft_tokens=2))
+    assert [r.token for r in responses] == plain(model, PROMPT, TOKENS)[: len(responses)]
+    assert "hidden size is 64 and this target's is 32" in refusal(narrow(tmp_path / "narrow"), str(path))
+
+
+def narrow(folder: Path) -> Path:
+    """A target of another width."""
+    folder.mkdir()
+    model = zoo.build("llama", vocab=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
+    model.save_weights(str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(asdict(model.args)))
+    hub_cache.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_heads_in_a_gguf_file(tmp_path: Path) -> None:
+    path = gguf_with_heads(tmp_path / "target.gguf", "mtp_qwen3_5", "qwen35")
+    model = load_gguf(GGUFFile(path))
+    brought = load_drafter("mtp", target=str(path), model=model, tokenizer=hub_cache.tokenizer())
+    assert brought.name == "mtp"
+    with SpecDecoder(model, hub_cache.tokenizer(), brought) as decoder:
+        responses = list(decoder.stream(PROMPT, max_tokens=TOKENS, num_draft_tokens=2))
+    assert [r.token for r in responses] == plain(model, PROMPT, TOKENS)[: len(responses)]
+    TinyGGUF().write(tmp_path / "without.gguf")
+    with pytest.raises(PairingError, match="has no MTP heads in its checkpoint"):
+        pair(tmp_path / "without.gguf", "mtp")
 
 
 def without_weights(folder: Path) -> Path:
