@@ -12,6 +12,7 @@ from .gguf_gemma import gemma2, gemma3, gemma4
 
 Config = dict[str, Any]
 _MOST_LAYERS = 1 << 12  # of a trunk that is in another file
+_WIDEST_HEAD = 1 << 16
 
 
 def family_of(file: GGUFFile) -> tuple[str, Family]:
@@ -70,7 +71,7 @@ def shared(fields: Fields, model_type: str, layers: int, own_embedding: bool = T
     if (size := fields.count("attention.value_length", head_dim)) != head_dim:
         raise fields.wrong("attention.value_length", size, f"where the head dimension is {head_dim}")
     kv_heads = min(fields.counts("attention.head_count_kv", layers, heads))
-    if heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or head_dim % 2 or head_dim > _WIDEST_HEAD:
         raise file.fault(f"{heads} heads of {head_dim} do not go with {kv_heads} key-value heads")
     return {
         "model_type": model_type,
@@ -160,6 +161,8 @@ def _phi3(fields: Fields, config: Config) -> Config:
     scaling = None
     if long is not None and short is not None:
         scaling = {"type": "longrope", "long_factor": long, "short_factor": short}
+        if original < 2:
+            raise fields.wrong("rope.scaling.original_context_length", original, "not a length of texts")
         longer = context / original
         grown = math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 else 1.0
         if not math.isclose(fields.number("rope.scaling.attn_factor", 1.0), grown, rel_tol=1e-4):

@@ -95,12 +95,15 @@ def _less_one(weight: Weight, config: Config) -> Weight:
     return Weight(weight.weight - 1)
 
 
-def _by_key_head(config: Config, size: int, first: int = 0) -> np.ndarray:
-    """Where the file has what belongs to a linear-attention layer's value heads, `size` each, after `first` others.
+def _by_key_head(config: Config, size: int, first: int, total: int) -> np.ndarray:
+    """Where, of `total` rows or columns, the file has what belongs to a linear-attention layer's value heads, `size`
+    each, after `first` others.
 
     The file lists them as the key heads are repeated: the first value head of every key head, then the second ones.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if first + values * size != total:
+        return np.arange(total)  # of a wrong shape, which is found where shapes are compared
     heads = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
     moved = (heads[:, None] * size + np.arange(size)).reshape(-1)
     return np.concatenate([np.arange(first), first + moved])
@@ -109,7 +112,7 @@ def _by_key_head(config: Config, size: int, first: int = 0) -> np.ndarray:
 def _value_rows(size: str | None = "linear_value_head_dim", after_keys: bool = False) -> Change:
     def change(weight: Weight, config: Config) -> Weight:
         keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] if after_keys else 0
-        return weight.take_rows(_by_key_head(config, config[size] if size else 1, keys))
+        return weight.take_rows(_by_key_head(config, config[size] if size else 1, keys, weight.shape[0]))
 
     return change
 
@@ -130,7 +133,7 @@ def _decay(weight: Weight, config: Config) -> Weight:
 
 
 def _value_columns(weight: Weight, config: Config) -> Weight:
-    return weight.take_columns(_by_key_head(config, config["linear_value_head_dim"]))
+    return weight.take_columns(_by_key_head(config, config["linear_value_head_dim"], 0, weight.shape[-1]))
 
 
 def _norms(change: Change, *tables: Modules) -> dict[str, Change]:

@@ -54,7 +54,8 @@ class Fields:
         value = self.optional(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, value, "not a number")
-        return float(str(np.float32(value)))  # float32 in the file: 1e-06 again, and not what is nearest to it
+        # float32 in the file: 1e-06 again, and not what is nearest to it
+        return float(value) if isinstance(value, int) else float(str(np.float32(value)))
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.optional(key, default)

@@ -51,6 +51,12 @@ class Weight:
         return None if self.bits is None else {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its numbers."""
+        packed = self.weight.shape
+        return packed if self.bits is None else (*packed[:-1], packed[-1] * 32 // self.bits)
+
+    @property
     def arrays(self) -> dict[str, mx.array]:
         named = {"weight": self.weight, "scales": self.scales, "biases": self.biases}
         return {name: array for name, array in named.items() if array is not None}

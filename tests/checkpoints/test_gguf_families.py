@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from mlx.utils import tree_flatten
 
 from mlx_specdec.checkpoints import gguf as gguf_module
+from mlx_specdec.checkpoints import gguf_types
 from mlx_specdec.checkpoints.gguf import load_gguf, model_and_config
 from mlx_specdec.checkpoints.gguf_file import GGUFFile
 from mlx_specdec.errors import CheckpointError, OptionError
@@ -115,6 +116,25 @@ def test_dense_weights_are_rounded_once(tmp_path: Path, dtype: str) -> None:
         assert set(module.keys()) == {"weight"}
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"dense": True, "dtype": "float32"}, {"requantise": {"bits": 4, "group_size": 64}}]
+)
+def test_loading_holds_a_tensor_beside_the_model(tmp_path: Path, monkeypatch: Any, how: Any) -> None:
+    """Never two copies of the model: each tensor becomes what it will be before the next is read."""
+    monkeypatch.setattr(gguf_types, "AT_ONCE", 1 << 16)
+    source = SOURCES["qwen3"].with_(
+        {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8},
+        {"embedding_length": 512, "feed_forward_length": 512, "block_count": 8},
+    )
+    source.write(tmp_path / "m.gguf", source.tensors(), {"ffn_": Type.Q6_K, "attn_q": Type.Q4_K}, random=True)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = load_gguf(GGUFFile(tmp_path / "m.gguf"), **how)
+    peak = mx.get_peak_memory() - before
+    arrays = [value for _, value in tree_flatten(model.parameters())]
+    assert peak < sum(x.nbytes for x in arrays) + 6 * max(x.nbytes for x in arrays)
+
+
 def test_a_file_that_grows_by_a_lot_is_named_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(gguf_module, "_LARGE", 1000)
     source = SOURCES["qwen3"].with_({"hidden_size": 256}, {"embedding_length": 256})
@@ -161,6 +181,12 @@ def test_the_model_computes_in_one_precision(tmp_path: Path, name: str, types: A
         ),
         ("qwen3moe", {"qwen3moe.expert_used_count": 0}, "expert_used_count is 0"),
         ("qwen35", {"qwen35.ssm.time_step_rank": 3}, "3 value heads go neither with 2"),
+        ("qwen35", {"qwen35.ssm.time_step_rank": 1 << 30, "qwen35.ssm.inner_size": 1 << 30}, "has shape"),
+        (
+            "qwen35",
+            {"qwen35.attention.key_length": 1 << 30, "qwen35.attention.value_length": 1 << 30},
+            "do not go with",
+        ),
         ("qwen35", {"qwen35.attention.recurrent_layers": [True] * 4}, "recurrent_layers to"),
         ("qwen35", {"qwen35.ssm.conv_kernel": 3}, "'blk.0.ssm_conv1d.weight' has shape"),
         ("gemma2", {"gemma2.rope.scaling.type": "linear", "gemma2.rope.scaling.factor": 2.0}, "scales its positions"),
@@ -177,6 +203,7 @@ def test_the_model_computes_in_one_precision(tmp_path: Path, name: str, types: A
         ("gemma4", {"gemma4.rope.dimension_count_swa": 8}, "dimension_count_swa is 8"),
         ("gemma4", {"gemma4.attention.shared_kv_layers": "two"}, "'two', not a positive whole number"),
         ("phi3-long", {"phi3.rope.scaling.attn_factor": 1.5}, "attn_factor to 1.5"),
+        ("phi3-long", {"phi3.rope.scaling.original_context_length": 1}, "not a length of texts"),
         ("phi3-long", {"phi3.rope.dimension_count": 16}, "rope_factors_long.weight is not 8 plain numbers"),
         ("phi3", {"phi3.attention.head_count": 2}, "2 heads of 16 do not make the hidden size 64"),
         ("smollm3", {"smollm3.nextn_predict_layers": 9}, "claims -5 layers"),

@@ -12,8 +12,9 @@ from gguf import GGUFReader, GGUFWriter
 
 from mlx_specdec import checkpoints
 from mlx_specdec.checkpoints.gguf_file import GGUFFile
-from mlx_specdec.errors import CheckpointError
+from mlx_specdec.errors import CheckpointError, SpecDecError
 
+from .tiny_families import SOURCES
 from .tiny_gguf import TinyGGUF, logits
 
 
@@ -198,4 +199,25 @@ def test_random_damage_is_an_error_or_harmless(tmp_path, whole):
             for name in file.tensors:
                 file.read(name)
         except CheckpointError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen35moe", "phi3-long"])
+def test_random_damage_to_a_model_is_a_sentence_or_harmless(tmp_path, name):
+    """Through the configuration and into the tensors; no damage may ask for memory that a file of this size cannot
+    fill."""
+    source = SOURCES[name]
+    source.write(tmp_path / "whole.gguf", source.tensors(), {"ffn": Type.Q4_0, "attn": Type.Q8_0})
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    rng = random.Random(5)
+    header = GGUFReader(tmp_path / "whole.gguf").data_offset
+    path = tmp_path / "bad.gguf"
+    for _ in range(60):
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            content[rng.randrange(header)] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256)])
+        path.write_bytes(content)
+        try:
+            checkpoints.load(path, lazy=True)
+        except SpecDecError as error:
             assert "\n" not in str(error)  # noqa: PT017
