@@ -19,6 +19,7 @@ from .conversion_options import Config, Numbers, cast, dense, forms, quantising
 from .conversion_source import SIDECARS, copy_small_files, fetched, lazy_model, original, staged
 from .drafter import kind_of
 from .folder import Folder
+from .onnx import home, onnx_file, staged_onnx
 from .precision import DTYPES
 from .writing import SHARD, Progress, new_folder, write_shards
 
@@ -45,21 +46,29 @@ def convert(
     numbers, destination = numbers or Numbers(), Path(mlx_path).expanduser()
     with new_folder(destination) as workshop:
         source, result = find(hf_path) or fetched(hf_path, revision), workshop / "result"
-        if source.is_file():
+        if (file := onnx_file(source)) is not None:
+            copy_small_files(home(file), result)
+            stage = staged_onnx(file, workshop / "source")
+            _convert_model(stage, stage, result, numbers, progress)
+        elif source.is_file():
             _convert_file(source, result, numbers, progress)
-            return destination
-        folder = Folder(source)
-        kind = kind_of(folder)
-        copy_small_files(source, result)
-        if kind is not None:
-            convert_drafter(folder, kind, workshop, numbers, progress)
         else:
-            _convert_model(folder, workshop, numbers, progress)
+            _convert_folder(Folder(source), workshop, numbers, progress)
     return destination
 
 
-def _convert_model(folder: Folder, workshop: Path, numbers: Numbers, progress: Progress | None) -> None:
+def _convert_folder(folder: Folder, workshop: Path, numbers: Numbers, progress: Progress | None) -> None:
+    kind, result = kind_of(folder), workshop / "result"
+    copy_small_files(folder.path, result)
     stage = staged(folder, workshop / "source")
+    if kind is not None:
+        convert_drafter(folder, stage, kind, result, numbers, progress)
+    else:
+        _convert_model(folder, stage, result, numbers, progress)
+
+
+def _convert_model(folder: Folder, stage: Folder, result: Path, numbers: Numbers, progress: Progress | None) -> None:
+    """`folder` is what the user gave, `stage` the same as mlx-lm reads it."""
     model, config = lazy_model(folder, stage)
     largest = max(file.stat().st_size for file in stage.files())
     dtype = numbers.dtype or _named_dtype(config)
@@ -67,12 +76,12 @@ def _convert_model(folder: Folder, workshop: Path, numbers: Numbers, progress: P
     heads = heads_of(original(folder, stage), model)
     if heads is not None and (layout := layout_of(model)):
         with_numbers(heads, numbers, dtype, model)
-        entries = write_heads(workshop / "result" / SIDECARS[0], heads, layout)
+        entries = write_heads(result / SIDECARS[0], heads, layout)
     elif note := note_on_heads(folder):
         _log.warning("%s; converted without", note)
     del heads
     model, config = _with_numbers(model, config, numbers, dtype)
-    _write_model(workshop / "result", model, config, entries, largest, progress)
+    _write_model(result, model, config, entries, largest, progress)
 
 
 def _convert_file(file: Path, result: Path, numbers: Numbers, progress: Progress | None) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .conversion_heads import model_of_heads, with_numbers, write_heads
 from .conversion_options import Config, Numbers, with_dtype
-from .conversion_source import original, staged
+from .conversion_source import original
 from .drafter import read_network
 from .folder import Folder
 from .writing import Progress, Tensors, write_shards
@@ -20,9 +20,13 @@ OF_A_LAYER = re.compile(r"(^|\.)(layers\.\d+|midlayer|\d+)\.(.*\.)?weight$")
 PARTS = ("weight", "scales", "biases")  # of a packed module; the last is affine's alone
 
 
-def convert_drafter(folder: Folder, kind: str, workshop: Path, numbers: Numbers, progress: Progress | None) -> None:
-    """Write a drafter of that kind anew, its config last. Raises CheckpointError for one that could not draft."""
-    result, stage = workshop / "result", staged(folder, workshop / "source")
+def convert_drafter(
+    folder: Folder, stage: Folder, kind: str, result: Path, numbers: Numbers, progress: Progress | None
+) -> None:
+    """Write a drafter of that kind anew, its config last; `stage` is `folder` with safetensors alone.
+
+    Raises CheckpointError for one that could not draft.
+    """
     network: Any = read_network(original(folder, stage), kind)
     if kind == "mtp":
         model, layout = model_of_heads(folder)
