@@ -77,7 +77,7 @@ def choose(
     fitting = known.drafters_for(families)
     here = [drafter.name for drafter in fitting if on_this_machine(drafter)]
     away = [drafter.name for drafter in fitting if drafter.name not in here]
-    why = {drafter.name: f"a {drafter.method} drafter for {' and '.join(families)} (known by {by}), "
+    why = {drafter.name: f"the {drafter.method} drafter for {' and '.join(families)} (known by {by}), "
                          for drafter in fitting}  # fmt: skip
     bring = partial(
         load_drafter,
@@ -127,7 +127,7 @@ def _first(
 
 def _said(choice: Choice, failed: Mapping[str, str]) -> Choice:
     """The choice with its whole sentence, which is logged."""
-    others = (f"{name}: {reason}" for name, reason in failed.items())
+    others = (f"{name}: {wrong}" for name, wrong in failed.items())
     choice = choice._replace(why=f"drafter {choice.name}: {'; '.join((choice.why, *others))}")
     _log.info(choice.why)
     return choice

@@ -96,7 +96,7 @@ def test_a_published_drafter_on_this_machine(
     models = catalogue(tmp_path, {"tiny": config}, {"someone/a-drafter": (method, "tiny")})
     target = make(tmp_path / any_name(len(kind)))
     model, tokenizer, drafter = load(str(target), drafter="auto", models=models)
-    assert said() == [f"drafter someone/a-drafter: a {method} drafter for tiny (known by its sizes), on this machine"]
+    assert said() == [f"drafter someone/a-drafter: the {method} drafter for tiny (known by its sizes), on this machine"]
     ids, stats = drafts(model, tokenizer, drafter)
     assert ids == text_of_plain_decoding(model, tokenizer)
     assert stats.drafter == method
@@ -111,7 +111,7 @@ def test_a_drafter_in_a_folder_of_the_users_own(
     folder = str(make_drafter(tmp_path / any_name(1)))
     models = catalogue(tmp_path, {"tiny": config}, {folder: (method, "tiny")})
     model, tokenizer, drafter = load(str(make(tmp_path / "tiny-4bit")), drafter="auto", models=models)
-    assert said() == [f"drafter {folder}: a {method} drafter for tiny (known by its name), on this machine"]
+    assert said() == [f"drafter {folder}: the {method} drafter for tiny (known by its name), on this machine"]
     same_text(model, tokenizer, drafter)
 
 
@@ -132,7 +132,7 @@ def test_heads_that_a_conversion_dropped(cache: Path, tmp_path: Path, said: Call
     model, tokenizer, drafter = load(str(target), drafter="auto", models=models)
     (sentence,) = said()
     assert sentence.startswith(
-        "drafter someone/heads: a mtp drafter for tiny (known by its sizes), on this machine; mtp: "
+        "drafter someone/heads: the mtp drafter for tiny (known by its sizes), on this machine; mtp: "
     )
     assert "declares 1 MTP head(s) and its files hold none" in sentence
     same_text(model, tokenizer, drafter)
@@ -153,7 +153,7 @@ def test_a_target_in_the_hubs_cache(cache: Path, tmp_path: Path, said: Callable[
     copied("eagle3_speculators_variant", repository(cache, "a/eagle"))
     models = catalogue(tmp_path, {"tiny": {"model_type": "other"}}, {"a/eagle": ("eagle3", "tiny")})
     model, tokenizer, drafter = load("mlx-community/Tiny-Instruct-4bit", drafter="auto", models=models)
-    assert said() == ["drafter a/eagle: a eagle3 drafter for tiny (known by its name), on this machine"]
+    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its name), on this machine"]
     same_text(model, tokenizer, drafter)
     snapshot = next(cache.glob("models--mlx-community*/snapshots/*"))  # given by its path
     load(str(snapshot), drafter="auto", models=models)
@@ -245,7 +245,7 @@ def test_a_broken_candidate_is_passed_over_with_the_reason(
     llama(repository(cache, "a/whole"))
     target = str(llama(tmp_path / "any"))
     both = {"a/broken": ("eagle3", "tiny"), "a/whole": ("draft_model", "tiny")}
-    for entries, first in ((both, "drafter a/whole: a draft_model drafter"), ({"a/broken": both["a/broken"]},
+    for entries, first in ((both, "drafter a/whole: the draft_model drafter"), ({"a/broken": both["a/broken"]},
                            "drafter suffix: nothing else can be used")):  # fmt: skip
         models = catalogue(tmp_path, {"tiny": LLAMA}, entries)
         model, tokenizer, drafter = load(target, drafter="auto", models=models)
@@ -337,14 +337,14 @@ def test_one_is_fetched_and_then_is_here(
 ) -> None:
     target, models = str(llama(tmp_path / "any")), catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
     model, tokenizer, drafter = load(target, drafter="auto", models=models)
-    assert said() == ["drafter a/eagle: a eagle3 drafter for tiny (known by its sizes), from the Hub"]
+    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its sizes), from the Hub"]
     same_text(model, tokenizer, drafter)
     assert {name for name, _ in online.asked} == {"a/eagle"}
     names = sorted(file.name for file in next(cache.glob("models--a--eagle/snapshots/*")).iterdir())
     assert names == ["config.json", "model.safetensors"]  # neither code nor the pickled copy
     online.asked.clear()
     load(target, drafter="auto", models=models)
-    assert said() == ["drafter a/eagle: a eagle3 drafter for tiny (known by its sizes), on this machine"]
+    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its sizes), on this machine"]
     assert online.asked == []
 
 
@@ -406,7 +406,7 @@ def test_a_repository_that_is_gone_is_said_and_the_next_fetched(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.snapshot_download", hub)
         load(str(llama(tmp_path / "any")), drafter="auto", models=catalogue(tmp_path, {"tiny": LLAMA}, entries))
-    assert said()[0].startswith("drafter a/model: a draft_model drafter for tiny (known by its sizes), from the Hub; "
+    assert said()[0].startswith("drafter a/model: the draft_model drafter for tiny (known by its sizes), from the Hub; "
                                 "a/gone?: a/gone? cannot be fetched (no such name)")  # fmt: skip
 
 
@@ -423,7 +423,7 @@ GENERATE = ("generate", "-p", "a b c", "-m", "12", "--json", "--num-draft-tokens
 def test_the_commands_choose_and_say_so_once(cache: Path, tmp_path: Path) -> None:
     copied("eagle3_speculators_variant", repository(cache, "a/eagle"))
     target, models = str(llama(tmp_path / "any")), catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
-    line = "drafter a/eagle: a eagle3 drafter for tiny (known by its sizes), on this machine\n"
+    line = "drafter a/eagle: the eagle3 drafter for tiny (known by its sizes), on this machine\n"
     plainly = run(*GENERATE, target, "--drafter", "none")
     assert (plainly.exit_code, plainly.stderr) == (0, "")
     for how in ((), ("--drafter", "auto"), ("--offline",)):
@@ -467,22 +467,23 @@ def test_an_explicit_drafter_that_does_not_fit_is_an_error(cache: Path, tmp_path
     other = copied("dflash_zlab_qwen3", tmp_path / "other", num_target_layers=36)
     done = run(*GENERATE, str(hub_cache.qwen3(tmp_path / "any")), "--drafter", str(other))
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == ("error: the drafter dflash was made for a target whose number of layers is 36 and this target's is 8; "
-                           "use a drafter made for this target\n")  # fmt: skip
+    assert done.stderr == ("error: the drafter dflash was made for a target whose number of layers is 36 and this "
+                           "target's is 8; use a drafter made for this target\n")  # fmt: skip
 
 
-def test_a_process_with_a_hub_cache_and_no_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
+def test_a_process_with_a_hub_cache_and_no_network(variable: str, tmp_path: Path) -> None:
     """As a user has it: by variables, and a target by its id."""
     root = tmp_path / "hub"
     root.mkdir()
     hub_cache.qwen3(repository(root, "owner/Tiny-8bit"))
     copied("dflash_zlab_qwen3", repository(root, "a/dflash"))
     models = catalogue(tmp_path, {"tiny": {"model_type": "?"}}, {"a/dflash": ("dflash", "tiny")})
-    home = {"HF_HUB_CACHE": str(root), "HF_HUB_OFFLINE": "1", "XDG_CONFIG_HOME": str(tmp_path)}
+    home = {variable: str(root if variable == "HF_HUB_CACHE" else tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mlx_specdec", *GENERATE, "owner/Tiny-8bit", "--models", models],
-        env={**os.environ, **home}, capture_output=True, text=True, check=False,
+        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path), **home}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    line = "drafter a/dflash: a dflash drafter for tiny (known by its name), on this machine\n"
+    line = "drafter a/dflash: the dflash drafter for tiny (known by its name), on this machine\n"
     assert (done.returncode, done.stderr) == (0, line)
     assert json.loads(done.stdout)["stats"]["drafter"] == "dflash"
