@@ -32,7 +32,7 @@ def kind_of(folder: Folder) -> str | None:
     model_type = str(config.get("model_type", ""))
     if "dflash" in said.lower() or "dflash_config" in config:
         return "dflash"
-    if "eagle3" in said.lower():
+    if "eagle3" in said.lower() or "draft_vocab_size" in config:  # SafeAILab's own say LlamaForCausalLM
         return "eagle3"
     if model_type.startswith("gemma4") and model_type.endswith("assistant"):
         return "gemma4_assistant"

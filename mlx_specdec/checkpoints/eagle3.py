@@ -114,7 +114,7 @@ def _layer(folder: Folder, layer: dict[str, Any]) -> ModelArgs:
 def _rope(layer: dict[str, Any]) -> dict[str, Any]:
     """The parameters of the rotation, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
     newer = layer.get("rope_parameters") or {}
-    newer = newer.get("full_attention", newer)  # where each type of layer has its own
+    newer = newer.get("sliding_attention", newer)  # of a target with several; speculators takes this one
     rope = {**newer, **(layer.get("rope_scaling") or {})}
     rope["rope_theta"] = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
     rope["type"] = rope.get("rope_type") or rope.get("type") or "default"

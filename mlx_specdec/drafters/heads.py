@@ -16,7 +16,6 @@ from ..sampling import Sampler
 from .base import NOTHING, Draft
 
 CHUNK = 512  # so many rows may wait, while nothing or something else drafts, before they are fed
-NEVER = -1e9  # a logit whose probability is 0, unless everything else is forbidden
 
 
 class Head(Protocol):
@@ -80,7 +79,7 @@ class HeadDrafter:
         self._carry = None  # the row of `last` is in the cache
         fed, probs = [mx.array([last], dtype=mx.int32)], []
         for _ in range(limit):
-            token, q = sampler.draft(drawable(self._head.logits(output[-1:])), mx.concatenate(fed))
+            token, q = sampler.draft(self._head.logits(output[-1:]), mx.concatenate(fed))
             fed.append(token)
             if q is not None:
                 probs.append(q)
@@ -101,12 +100,3 @@ class HeadDrafter:
         fed = self._head.rows(mx.array(list(tokens), dtype=mx.int32), mx.concatenate(list(hidden)), self._cache)
         self._tokens, self._hidden = [], []
         return fed
-
-
-def drawable(logits: mx.array) -> mx.array:
-    """Logits that have a softmax whatever processors forbid, and whatever a network makes of an overflow.
-
-    A head of a reduced vocabulary may know none of the tokens that a grammar allows; q would then be NaN, and with it
-    the distribution of the output.
-    """
-    return mx.nan_to_num(logits, nan=NEVER, posinf=-NEVER, neginf=NEVER)

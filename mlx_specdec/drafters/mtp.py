@@ -10,7 +10,7 @@ from ..features import FeatureRequest, Features
 from ..networks.mtp import MtpNetwork
 from ..sampling import Sampler
 from .base import NOTHING, Draft, Drafter
-from .heads import CHUNK, HeadDrafter, drawable
+from .heads import CHUNK, HeadDrafter
 from .pairing import MadeFor, check_sizes
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class HeadsInTurn:
         for step in range(min(limit, self.max_draft)):
             hidden = mx.concatenate(self._waiting[step] + made)
             output, passed_on = self._rows(step, hidden, fed)
-            token, q = sampler.draft(drawable(self._head.logits(output[-1:])), mx.concatenate(fed))
+            token, q = sampler.draft(self._head.logits(output[-1:]), mx.concatenate(fed))
             fed.append(token)
             if q is not None:
                 probs.append(q)
