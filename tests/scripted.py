@@ -75,6 +75,8 @@ def scripts(vocab: int, seed: int = 0) -> dict[str, Callable[[int, int], int]]:
 class Empty(Scripted):
     """Never has anything to say."""
 
+    name = "empty"
+
     def __init__(self, answer: Sequence[int]):
         super().__init__(answer, lambda _, token: token)
 

@@ -122,7 +122,7 @@ def test_streams_share_what_was_measured_and_nothing_else() -> None:
     lengths(one, lambda _: 1.0, CURVES["flat"], 0, True, rounds=60)
     assert other.cut(who, DRAFTS[MOST]) == MOST, "what the other stream measured is known"
     assert other.state()["seconds_by_rows"] == one.state()["seconds_by_rows"]
-    assert other.state()["chosen"] == {"scripted": MOST}
+    assert other.state()["chosen"] == {"empty": MOST}
 
 
 def test_confidence_is_calibrated() -> None:
