@@ -35,34 +35,9 @@ MODEL_FILES = (
 )
 
 
-def load(
-    source: str | PathLike[str],
-    *,
-    dtype: str | None = None,
-    tokenizer_config: Mapping[str, Any] | None = None,
-    model_config: Mapping[str, Any] | None = None,
-    adapter_path: str | PathLike[str] | None = None,
-    lazy: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    offline: bool = False,
-    models: Path | None = None,
-    requantise: Mapping[str, int] | None = None,
-) -> "tuple[nn.Module, TokenizerWrapper]":
-    """Load an mlx-lm model and its tokenizer: `load_with_config` without the config."""
-    return load_with_config(
-        source,
-        dtype=dtype,
-        tokenizer_config=tokenizer_config,
-        model_config=model_config,
-        adapter_path=adapter_path,
-        lazy=lazy,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        offline=offline,
-        models=models,
-        requantise=requantise,
-    )[:2]
+def load(source: str | PathLike[str], **options: Any) -> "tuple[nn.Module, TokenizerWrapper]":
+    """An mlx-lm model and its tokenizer, as `load_with_config` loads them, whose options these are."""
+    return load_with_config(source, **options)[:2]
 
 
 def load_with_config(
