@@ -24,7 +24,10 @@ def read(folder: Folder) -> Eagle3:
     tensors = {_ours(name): tensor for name, tensor in folder.tensors().items()}
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     tensors = {name: tensor for name, tensor in tensors.items() if not _superfluous(name)}
-    config = _config(folder, tensors.keys(), d2t)
+    try:
+        config = _config(folder, tensors.keys(), d2t)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # entries of other types
+        raise _wrong(folder, f"it is not the config of an EAGLE-3 drafter ({error!r})") from error
     ids = draft_ids(folder.path, config.draft_vocab, config.layer.vocab_size, d2t, t2d)
     try:
         network = Eagle3(config, ids)
@@ -60,7 +63,7 @@ def _config(folder: Folder, names: Any, d2t: mx.array | None) -> Eagle3Config:
     layer = said.get("transformer_layer_config") or said
     args, rope = _layer(folder, layer), _rope(layer)
     speculators = said.get("speculators_config") or {}
-    proposals = speculators.get("proposal_methods") or [{}]
+    tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
     own_embedding, first = "embed_tokens.weight" in names, "layers.0.self_attn."
     config = Eagle3Config(
         layer=args,
@@ -68,7 +71,7 @@ def _config(folder: Folder, names: Any, d2t: mx.array | None) -> Eagle3Config:
         draft_vocab=_size(folder, said, "draft_vocab_size", args.vocab_size if d2t is None else d2t.size),
         layer_ids=_layer_ids(folder, said),
         windows=_windows(layer, args.num_hidden_layers),
-        rotary=rope.get("partial_rotary_factor", 1.0),
+        rotary=float(rope["partial_rotary_factor"]),
         qk_norm=f"{first}q_norm.weight" in names,
         qkv_bias=bool(layer.get("attention_bias") or layer.get("qkv_bias")) or f"{first}q_proj.bias" in names,
         o_bias=f"{first}o_proj.bias" in names,
@@ -80,7 +83,7 @@ def _config(folder: Folder, names: Any, d2t: mx.array | None) -> Eagle3Config:
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
         norm_output=bool(flat.get("norm_output")),
-        draft_tokens=proposals[0].get("speculative_tokens"),
+        draft_tokens=tokens if type(tokens) is int and tokens > 0 else None,
         target_name=(speculators.get("verifier") or {}).get("name_or_path"),
     )
     _check_ends(folder, config)
@@ -92,6 +95,9 @@ def _layer(folder: Folder, layer: dict[str, Any]) -> ModelArgs:
     if layer.get("hidden_act", "silu") != "silu":
         raise _wrong(folder, f"hidden_act is {layer['hidden_act']!r} and only silu is supported")
     hidden, heads = _size(folder, layer, "hidden_size"), _size(folder, layer, "num_attention_heads")
+    kv_heads = _size(folder, layer, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise _wrong(folder, f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide")
     rope = _rope(layer)
     positions = _size(folder, layer, "max_position_embeddings", 2048)
     return ModelArgs(
@@ -100,9 +106,9 @@ def _layer(folder: Folder, layer: dict[str, Any]) -> ModelArgs:
         num_hidden_layers=_size(folder, layer, "num_hidden_layers", 1),
         intermediate_size=_size(folder, layer, "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=_size(folder, layer, "num_key_value_heads", heads),
+        num_key_value_heads=kv_heads,
         head_dim=_size(folder, layer, "head_dim", hidden // heads),
-        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         vocab_size=_size(folder, layer, "vocab_size"),
         max_position_embeddings=positions,
         mlp_bias=bool(layer.get("mlp_bias")),
@@ -116,7 +122,7 @@ def _rope(layer: dict[str, Any]) -> dict[str, Any]:
     newer = layer.get("rope_parameters") or {}
     newer = newer.get("sliding_attention", newer)  # of a target with several; speculators takes this one
     rope = {**newer, **(layer.get("rope_scaling") or {})}
-    rope["rope_theta"] = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    rope["rope_theta"] = float(layer.get("rope_theta") or rope.get("rope_theta") or 10000)
     rope["type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope.setdefault("partial_rotary_factor", layer.get("partial_rotary_factor") or 1.0)
     return rope
