@@ -20,7 +20,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_specdec import CheckpointError
-from mlx_specdec.checkpoints.draft_vocab import draft_ids
 from mlx_specdec.checkpoints.drafter import kind_of, read_network
 from mlx_specdec.checkpoints.folder import Folder
 from mlx_specdec.networks.eagle3 import Eagle3
@@ -282,36 +281,3 @@ def test_refusals_say_what_is_wrong(case: str, tmp_path: Path) -> None:
         read(changed(tmp_path, name, config, change))
     assert "\n" not in str(error.value)
     assert str(tmp_path) in str(error.value)
-
-
-class TestDraftIds:
-    PATH = Path("drafter")
-
-    def ids(self, d2t: list[int] | None, t2d: list[int] | None = None, rows: int = 3) -> list[int] | None:
-        marks = None if t2d is None else mx.array([i in t2d for i in range(10)])
-        ids = draft_ids(self.PATH, rows, 10, None if d2t is None else mx.array(d2t), marks)
-        return None if ids is None else ids.tolist()
-
-    def test_offsets_are_the_first_reading(self) -> None:
-        assert self.ids([0, 0, 5]) == [0, 1, 7]
-        assert self.ids([0, 2, 5]) == [0, 3, 7]
-        assert self.ids([0, 0, 0]) == [0, 1, 2]
-
-    def test_marks_decide(self) -> None:
-        assert self.ids([0, 2, 5], [0, 2, 5]) == [0, 2, 5]
-        assert self.ids([0, 2, 5], [0, 3, 7]) == [0, 3, 7]
-        assert self.ids([5, 0, 2], [0, 2, 5]) == [5, 0, 2]
-
-    def test_ids_that_cannot_be_offsets(self) -> None:
-        assert self.ids([0, 2, 9]) == [0, 2, 9]
-        assert self.ids([4, 3, 9]) == [4, 3, 9]
-
-    def test_a_whole_vocabulary_needs_no_map(self) -> None:
-        assert self.ids(None, rows=10) is None
-        assert self.ids([0] * 10, list(range(10)), rows=10) is None
-        assert self.ids(list(range(10)), rows=10) is None
-
-    @pytest.mark.parametrize(("d2t", "t2d"), [([9, 9, 9], None), ([-1, 0, 0], None), ([1, 0, 0], [5, 6, 7])])
-    def test_what_is_no_map(self, d2t: list[int], t2d: list[int] | None) -> None:
-        with pytest.raises(CheckpointError, match="d2t"):
-            self.ids(d2t, t2d)
