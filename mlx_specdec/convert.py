@@ -26,13 +26,14 @@ from .cli import DTYPES, Command
               help="Type of the weights that are not quantised. Default: the config's, else their own.")  # fmt: skip
 @click.option("--dequantize", "-d", is_flag=True, help="Make all weights dense.")
 @click.option("--revision", help="A branch, tag or commit of the Hub repository.")
-def command(hf_path: str, mlx_path: Path, revision: str | None, **numbers: Any) -> None:
+@click.option("--offline", is_flag=True, help="Take only what is on this machine.")
+def command(hf_path: str, mlx_path: Path, revision: str | None, offline: bool, **numbers: Any) -> None:
     """Convert a model, with its MTP heads, or a drafter to a folder that this package and mlx-lm load."""
     from .checkpoints.conversion import convert
     from .checkpoints.conversion_options import Numbers
 
     with _bar() as bar:
-        folder = convert(hf_path, mlx_path, Numbers(**numbers), revision=revision, progress=bar)
+        folder = convert(hf_path, mlx_path, Numbers(**numbers), revision=revision, offline=offline, progress=bar)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     click.echo(f"{folder}: {size / 1e9:.3f} GB")
 

@@ -24,12 +24,15 @@ from mlx_specdec import CheckpointError, OptionError
 from mlx_specdec.checkpoints import load
 from mlx_specdec.checkpoints.conversion import convert
 from mlx_specdec.checkpoints.conversion_options import Numbers
+from mlx_specdec.checkpoints.conversion_source import fetched
 from mlx_specdec.checkpoints.drafter import read_network
 from mlx_specdec.checkpoints.folder import Folder
 from mlx_specdec.checkpoints.mtp import read_heads
 from mlx_specdec.convert import command
 from tests import zoo
 from tests.checkpoints import torch_files
+from tests.checkpoints.test_medusa import arrays as medusa_arrays
+from tests.checkpoints.test_medusa import as_in_vllm
 from tests.checkpoints.tiny_gguf import TinyGGUF, logits
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -198,6 +201,17 @@ def test_quantised_anew_and_made_dense(tmp_path: Path) -> None:
     assert all(mx.allclose(dense[n], x, atol=0.02) for n, x in tensors_of(source).items())
 
 
+def test_another_mode_of_as_many_bits_is_kept(tmp_path: Path) -> None:
+    """Experts published in mxfp4 lose nothing by -q, unless a mode is asked for."""
+    source = checkpoint(tmp_path / "source", zoo.build("llama", vocab=300, hidden_size=64))
+    convert(str(source), tmp_path / "mxfp4", Numbers(quantize=True, q_mode="mxfp4"))
+    convert(str(tmp_path / "mxfp4"), tmp_path / "again", Numbers(quantize=True))
+    assert same(tensors_of(tmp_path / "mxfp4"), tensors_of(tmp_path / "again"))
+    convert(str(tmp_path / "mxfp4"), tmp_path / "mxfp8", Numbers(quantize=True, q_mode="mxfp8"))
+    assert config_of(tmp_path / "mxfp8")["quantization"] == {"bits": 8, "group_size": 32, "mode": "mxfp8"}
+    assert mlx_lm.load(str(tmp_path / "mxfp8"))[0].layers[0].mlp.up_proj.mode == "mxfp8"
+
+
 def test_a_gguf_file(tmp_path: Path) -> None:
     TinyGGUF().write(tmp_path / "tiny.gguf")
     convert(str(tmp_path / "tiny.gguf"), tmp_path / "result", Numbers(dtype="float32"))
@@ -350,6 +364,64 @@ def test_mtp_heads_in_a_folder_of_their_own(tmp_path: Path) -> None:
     convert(str(source), tmp_path / "packed", Numbers(quantize=True, q_bits=8, q_group_size=32))
     network: Any = read_network(Folder(tmp_path / "packed"), "mtp")
     assert network.heads[0].block.self_attn.q_proj.bits == 8
+
+
+@pytest.mark.parametrize("layout", ["authors", "vllm"])
+def test_medusa_heads(tmp_path: Path, layout: str) -> None:
+    """Out of a .pt file, which becomes a .safetensors with the same names."""
+    made = medusa_arrays() if layout == "authors" else as_in_vllm(medusa_arrays())
+    source = tmp_path / "source"
+    source.mkdir()
+    said = {"medusa_num_heads": 3, "hidden_size": 32, "vocab_size": 20}
+    (source / "config.json").write_text(json.dumps(said))
+    torch_files.save(source / ("medusa_lm_head.pt" if layout == "authors" else "pytorch_model.bin"), made)
+    convert(str(source), tmp_path / "dense")
+    assert same(tensors_of(tmp_path / "dense"), {name: mx.array(x) for name, x in made.items()})
+    convert(str(source), tmp_path / "packed", Numbers(quantize=True, q_bits=8, q_group_size=32))
+    ours, theirs = parameters(tmp_path / "packed", "medusa"), parameters(source, "medusa")
+    assert all(mx.allclose(ours[name], x, atol=0.02) for name, x in theirs.items())
+    assert any(name.endswith("scales") for name in tensors_of(tmp_path / "packed"))
+
+
+# the Hub
+
+REPOSITORIES = {
+    "safetensors": ({"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mtp.safetensors"}, ()),
+    "pytorch": ({"pytorch_model.bin"}, ("*.safetensors",)),
+    "onnx": ({"model.onnx"}, ("*.safetensors", "*.bin")),
+}
+
+
+@pytest.mark.parametrize("form", REPOSITORIES)
+def test_of_a_repository_only_what_is_needed_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    weights, without = REPOSITORIES[form]
+    remote, cache = tmp_path / "remote", tmp_path / "cache"
+    (remote / "onnx").mkdir(parents=True)
+    small = {"config.json", "tokenizer.json", "LICENSE", "chat_template.jinja"}
+    every = {
+        *("model.onnx", "onnx/model.onnx", "onnx/model_fp16.onnx", "pytorch_model.bin", "consolidated.safetensors"),
+        *("README.md", "modeling_own.py", "picture.png", "mtp.safetensors"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    }
+    for name in small | every:
+        (remote / name).write_text("")
+    for pattern in without:
+        for file in remote.glob(pattern):
+            file.unlink()
+
+    def download(name: str, *, revision: str, allow_patterns: list[str], **_: Any) -> str:
+        assert (name, revision) == ("owner/model", "v1")
+        for pattern in allow_patterns:
+            for file in remote.glob(pattern):
+                (cache / file.relative_to(remote)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, cache / file.relative_to(remote))
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert fetched("owner/model", "v1") == cache
+    assert {str(file.relative_to(cache)) for file in cache.rglob("*") if file.is_file()} == small | weights
 
 
 # memory

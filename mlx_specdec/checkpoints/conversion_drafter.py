@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from .conversion_heads import model_of_heads, with_numbers, write_heads
 from .conversion_options import Config, Numbers, with_dtype
-from .conversion_source import original
 from .drafter import read_network
 from .folder import Folder
 from .writing import Progress, Tensors, write_shards
@@ -21,13 +20,14 @@ PARTS = ("weight", "scales", "biases")  # of a packed module; the last is affine
 
 
 def convert_drafter(
-    folder: Folder, stage: Folder, kind: str, result: Path, numbers: Numbers, progress: Progress | None
+    folder: Folder, stage: Folder, kind: str, result: Path, numbers: Numbers, largest: int, progress: Progress | None
 ) -> None:
-    """Write a drafter of that kind anew, its config last; `stage` is `folder` with safetensors alone.
+    """Write a drafter of that kind anew, its config last, in files of at most `largest` bytes.
 
-    Raises CheckpointError for one that could not draft.
+    `stage` holds what `folder` holds, in files that need not be read as a whole. Raises CheckpointError for a drafter
+    that could not draft, OSError.
     """
-    network: Any = read_network(original(folder, stage), kind)
+    network: Any = read_network(folder, kind)
     if kind == "mtp":
         model, layout = model_of_heads(folder)
         with_numbers(network, numbers, numbers.dtype, model)
@@ -35,8 +35,8 @@ def convert_drafter(
     else:
         ends = [f"{name}.weight" for name in ("embed_tokens", "lm_head") if name in network]
         del network
-        planned = _planned(stage.tensors(), folder.config, numbers, ends)
-        write_shards(result, planned, max(file.stat().st_size for file in stage.files()), progress)
+        tensors = stage.tensors()
+        write_shards(result, _planned(tensors, folder.config, numbers, ends), largest, progress)
     (result / "config.json").write_text(json.dumps(_config(folder.config, numbers), indent=4), encoding="utf-8")
 
 
@@ -44,8 +44,9 @@ def _planned(tensors: Tensors, config: Config, numbers: Numbers, ends: list[str]
     """The tensors in the numbers asked for, lazily. `ends` are those of its vocabulary that may be packed too."""
     own = config.get("quantization") or config.get("quantization_config") or {}
     modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
-    if numbers.dequantize or (numbers.quantize and any(_form(own, module) != numbers.form for module in modules)):
-        tensors = _unpacked(tensors, {module: _form(own, module) for module in modules})
+    packed = {module: _form(own, module) for module in modules}
+    if numbers.dequantize or (numbers.quantize and any(form != numbers.form for form in packed.values())):
+        tensors = _unpacked(tensors, packed)
     tensors = {name: with_dtype(value, numbers.dtype) for name, value in tensors.items()}
     if not numbers.quantize:
         return tensors

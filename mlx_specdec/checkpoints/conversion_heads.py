@@ -9,12 +9,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..networks.mtp import MtpConfig, MtpNetwork
-from .conversion_options import Config, Numbers, cast, dense, forms, quantising
+from .conversion_options import Config, Numbers, cast, forms, make_dense, quantising
 from .conversion_source import SIDECARS
 from .folder import Folder, read_tensors
-from .mtp import read_heads
 from .mtp_layout import LAYOUTS, MIMO, NEXTN, QWEN, Layout, declared, module_of, settings, trunk_classes
-from .writing import Tensors, save
+from .writing import SIDECAR, Tensors, save
 
 PROJECTION = "eh_proj"  # which joins two inputs of different size: kept as it is, like the norms
 
@@ -24,19 +23,15 @@ def layout_of(model: nn.Module) -> Layout | None:
     return LAYOUTS.get(module_of(type(model.layers[0])))
 
 
-def heads_of(folder: Folder, model: nn.Module) -> MtpNetwork | None:
-    """The heads in a checkpoint's files; None if it has none, whatever its config says, or none that are known.
-
-    Raises CheckpointError for heads that are damaged.
-    """
+def has_heads(folder: Folder, model: nn.Module) -> bool:
+    """Whether a checkpoint's files hold heads, of a family whose heads are known, whatever its config says."""
     layout, layers = layout_of(model), settings(folder.config).get("num_hidden_layers", 0)
     if layout is None:
-        return None
+        return False
     named = (folder.config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
-    beside = named is not None or any((folder.path / name).is_file() for name in SIDECARS)
-    if beside or any(layout.of_a_head(name, layers) for file in folder.files() for name in read_tensors(file)):
-        return read_heads(folder, model)
-    return None
+    if named is not None or any((folder.path / name).is_file() for name in SIDECARS):
+        return True
+    return any(layout.of_a_head(name, layers) for file in folder.files() for name in read_tensors(file))
 
 
 def note_on_heads(folder: Folder) -> str | None:
@@ -45,10 +40,23 @@ def note_on_heads(folder: Folder) -> str | None:
     return f"{folder.path} declares {count} MTP head(s) and holds none that can be used" if count else None
 
 
+def take_along(
+    heads: MtpNetwork | None, model: nn.Module, numbers: Numbers, dtype: str | None, result: Path
+) -> dict[str, Config]:
+    """Write the heads of `model` beside its shards to be; returns how their modules are quantised, for the config.
+
+    Raises OSError.
+    """
+    layout = layout_of(model)
+    if heads is None or layout is None:
+        return {}
+    with_numbers(heads, numbers, dtype, model)
+    return write_heads(result / SIDECAR, heads, layout)
+
+
 def with_numbers(network: MtpNetwork, numbers: Numbers, dtype: str | None, model: nn.Module) -> None:
     """Give the heads of `model` the numbers asked for, lazily and in place."""
-    if numbers.must_be_dense(network):
-        dense(network, dtype)
+    make_dense(network, numbers, dtype)
     if dtype is not None:
         cast(network, dtype)
     if not numbers.quantize:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from ..errors import OptionError
 from .precision import check_dtype, to_dtype
@@ -47,12 +47,8 @@ class Numbers:
                 option = name.replace("_", "-")
                 raise OptionError(f"--{option} is {getattr(self, name)} and nothing is quantised; give --quantize too")
         if self.quantize:
-            try:
+            with quantising():
                 mx.quantize(mx.zeros((1, 512)), **self.form)
-            except ValueError as error:
-                raise OptionError(
-                    f"MLX cannot quantise so ({error}); choose other --q-bits or --q-group-size"
-                ) from error
 
     @property
     def form(self) -> Config:
@@ -60,9 +56,13 @@ class Numbers:
         group_size, bits = DEFAULTS[self.q_mode]
         return {"group_size": self.q_group_size or group_size, "bits": self.q_bits or bits, "mode": self.q_mode}
 
-    def must_be_dense(self, model: nn.Module) -> bool:
-        """Whether it holds packed weights that are not what was asked for."""
-        return self.dequantize or (self.quantize and any(form != self.form for form in forms(model).values()))
+    def keeps(self, form: Config) -> bool:
+        """Whether packed weights of that form stay to the bit: they do, unless others were asked for. Affine is what is
+        asked for by default, so that it does not speak against another mode of as many bits."""
+        if not self.quantize or self.quant_predicate:
+            return not (self.quantize or self.dequantize)
+        mode, size = self.q_mode in ("affine", form["mode"]), self.q_group_size in (None, form["group_size"])
+        return mode and size and form["bits"] == self.form["bits"]
 
     def predicate(self, model: nn.Module) -> Predicate:
         """Whether and how a module of `model` is quantised: by the recipe, else as the family wants it, else like all.
@@ -108,9 +108,19 @@ def with_dtype(value: mx.array, dtype: str | None) -> mx.array:
     return value.astype(getattr(mx, dtype)) if dtype and mx.issubdtype(value.dtype, mx.floating) else value
 
 
-def dense(model: nn.Module, dtype: str | None) -> nn.Module:
-    """The model without quantised modules, in `dtype` or else that of its scales. Raises CheckpointError."""
-    return to_dtype(model, dtype or _dtype_of(model))
+def make_dense(model: nn.Module, numbers: Numbers, dtype: str | None) -> None:
+    """Unpack, in place and lazily, the modules that do not stay as they are, to `dtype` or else the model's own.
+
+    Raises CheckpointError for a kind of module that cannot be unpacked.
+    """
+    changed = {
+        path: module for path, module in model.named_modules() if (form := form_of(module)) and not numbers.keeps(form)
+    }
+    if changed:
+        holder = nn.Module()
+        holder.modules_of = list(changed.values())
+        to_dtype(holder, dtype or _dtype_of(model))
+        model.update_modules(tree_unflatten(list(zip(changed, holder.modules_of, strict=True))))
 
 
 def _dtype_of(model: nn.Module) -> str:
@@ -120,7 +130,7 @@ def _dtype_of(model: nn.Module) -> str:
     return str(kinds.most_common(1)[0][0]).removeprefix("mlx.core.")
 
 
-def quantised_as(module: nn.Module) -> Config | None:
+def form_of(module: nn.Module) -> Config | None:
     """The group_size, bits and mode of a module that holds packed weights."""
     if "scales" not in module:
         return None
@@ -129,4 +139,4 @@ def quantised_as(module: nn.Module) -> Config | None:
 
 def forms(model: nn.Module) -> dict[str, Config]:
     """The quantised modules of a model by path."""
-    return {path: form for path, module in model.named_modules() if (form := quantised_as(module))}
+    return {path: form for path, module in model.named_modules() if (form := form_of(module))}

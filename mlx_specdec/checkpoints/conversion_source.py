@@ -32,27 +32,30 @@ COPIED = (
 )
 
 
-def fetched(repository: str, revision: str | None) -> Path:
-    """The folder of a Hub repository with what a conversion needs. Raises CheckpointError."""
-    folder = snapshot(repository, revision, SMALL)
+def fetched(repository: str, revision: str | None, offline: bool = False) -> Path:
+    """The folder of a Hub repository with what a conversion needs; `offline` never asks. Raises CheckpointError."""
+    folder = snapshot(repository, revision, SMALL, offline=offline)
     for files in FORMATS:
-        folder = snapshot(repository, revision, (*SMALL, *files))
+        folder = snapshot(repository, revision, (*SMALL, *files), offline=offline)
         if any(path for pattern in files for path in folder.glob(pattern)):
             break
     return folder
 
 
-def staged(folder: Folder, stage: Path) -> Folder:
-    """The folder `stage` with the config and the weights of `folder` as mlx-lm reads them: the shards that are meant,
-    no others, under names that it looks for. PyTorch's files are read and written anew, one in memory at a time.
+def staged(folder: Folder, links: Path, files: Path) -> Folder:
+    """A folder with the config and the weights of `folder` as mlx-lm reads them: the shards that are meant, no others,
+    under names that it looks for.
 
-    Raises CheckpointError for a file that cannot be read, and for a folder without weights.
+    It is `links`, with links to safetensors, or `files`, into which PyTorch's files are written anew, one in memory at
+    a time. Raises CheckpointError for a file that cannot be read, and for a folder without weights; OSError.
     """
+    shards = _shards(folder)
+    stage = links if _safe(shards) else files
     stage.mkdir()
-    for number, file in enumerate(_shards(folder), 1):
+    for number, file in enumerate(shards, 1):
         name = stage / f"model-{number:05d}.safetensors"
-        tensors = read_tensors(file)  # unread, but known to be there
-        if file.suffix == ".safetensors":
+        tensors = read_tensors(file)  # unread, if safe, but known to be there
+        if stage is links:
             name.symlink_to(file.resolve())
         else:
             save(name, tensors)
@@ -60,6 +63,10 @@ def staged(folder: Folder, stage: Path) -> Folder:
         if (folder.path / kept).is_file():
             shutil.copyfile(folder.path / kept, stage / kept)
     return Folder(stage)
+
+
+def _safe(files: list[Path]) -> bool:
+    return all(file.suffix == ".safetensors" for file in files)
 
 
 def _shards(folder: Folder) -> list[Path]:
@@ -70,7 +77,7 @@ def _shards(folder: Folder) -> list[Path]:
 
 def original(folder: Folder, stage: Folder) -> Folder:
     """The one to read tensors by name from, which a message should name if that can be."""
-    return folder if all(file.suffix == ".safetensors" for file in folder.files()) else stage
+    return folder if _safe(folder.files()) else stage
 
 
 def lazy_model(folder: Folder, stage: Folder) -> tuple[nn.Module, dict[str, Any]]:

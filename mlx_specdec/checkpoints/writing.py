@@ -15,6 +15,7 @@ from ..errors import CheckpointError, OptionError
 Progress = Callable[[int, int], object]  # bytes written, and to be written
 Tensors = dict[str, mx.array]
 
+SIDECAR = "mtp.safetensors"  # the file of the heads
 SHARD = 5 << 30  # the largest that the Hub and mlx-lm like
 
 
