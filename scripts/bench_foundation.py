@@ -3,6 +3,7 @@
 python scripts/bench_foundation.py plain
 python scripts/bench_foundation.py draft
 python scripts/bench_foundation.py ngram --questions spec_bench_question.jsonl
+python scripts/bench_foundation.py worst --questions spec_bench_question.jsonl
 python scripts/bench_foundation.py host
 python scripts/bench_foundation.py memory
 """
@@ -24,6 +25,7 @@ from mlx_specdec import SamplingParams, SpecDecoder
 from mlx_specdec.drafters import DrafterOptions, by_name
 from mlx_specdec.generate import chat
 from mlx_specdec.proof import PROMPTS
+from mlx_specdec.questions import choose, read_questions
 
 Run = Callable[[list[int]], tuple[list[int], float]]  # prompt -> ids, and the seconds they took
 
@@ -139,6 +141,25 @@ def ngram(
             texts = [row["turns"][0] for row in rows if row["category"] == name][:each]
             click.echo(f"{name}, {len(texts)} prompts")
             say(compare(ways, [chat(tokenizer, text, None, {}) for text in texts], repeats), "plain")
+
+
+@main.command()
+@click.option(
+    "--questions", type=click.Path(exists=True, path_type=Path), required=True, help="Spec-Bench's question.jsonl."
+)
+@click.option("--tokens", default=300)
+@click.option("--repeats", default=2)
+def worst(questions: Path, tokens: int, repeats: int) -> None:
+    """The default drafter against plain decoding on one prompt of every group, each by itself."""
+    model, tokenizer = load()
+    with SpecDecoder(model, tokenizer, by_name("suffix")) as decoder:
+        ways = {"plain": ours(decoder, tokens, 0, prefill=False), "suffix": ours(decoder, tokens, prefill=False)}
+        ratios = []
+        for question in choose(read_questions(questions), 1):
+            times = compare(ways, [chat(tokenizer, question.turns[0], None, {})], repeats)
+            ratios.append(times["plain"] / times["suffix"])
+            click.echo(f"  {question.group} {question.question_id}: {ratios[-1]:.2f} x plain")
+        click.echo(f"  worst: {min(ratios):.2f} x plain")
 
 
 @main.command()
