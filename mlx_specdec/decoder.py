@@ -201,16 +201,13 @@ class SpecDecoder:
             return limit
         return min(limit, self.target.context - prompt_tokens)
 
-    def _judge(self, winner: Drafter | None, emitted: Round) -> None:
+    def _judge(self, name: str, over: bool = False) -> None:
         """Say once, of a drafter with weights, that what it drafts is hardly ever right."""
-        if winner is None or winner.free:
-            return
-        of = self._fared.setdefault(winner.name, DrafterStats())
-        of.add(emitted)
-        if of.hopeless and winner.name not in self._accused:
-            self._accused.add(winner.name)
+        of = self._fared.get(name)
+        if of is not None and of.hopeless(over) and name not in self._accused:
+            self._accused.add(name)
             _log.warning(
-                f"of {of.drafted} drafts of {winner.name} {sum(of.stood)} were right: it was made for another model or "
+                f"of {of.drafted} drafts of {name} {sum(of.stood)} were right: it was made for another model or "
                 "version, or its checkpoint was converted wrongly; the text is the same, but for speed use another "
                 "drafter"
             )
@@ -236,7 +233,9 @@ class SpecDecoder:
                     give_up_streams_at_thread_end()
                     emitted = next(emitting)
                     stats.add(emitted)
-                    self._judge(chain.winner, emitted)
+                    if chain.winner is not None and not chain.winner.free:
+                        self._fared.setdefault(chain.winner.name, DrafterStats()).add(emitted)
+                        self._judge(chain.winner.name)
                     if stats.rounds % 256 == 0:
                         mx.clear_cache()  # buffers of sizes that a growing sequence never asks for again
                     if stats.tokens == 0:
@@ -269,6 +268,8 @@ class SpecDecoder:
                             return
         finally:
             chain.close(unseen if stats.rounds else ())
+            for name in stats.drafters:
+                self._judge(name, over=True)
 
 
 def _makers(drafter: Any) -> list[Any]:

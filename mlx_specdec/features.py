@@ -22,7 +22,8 @@ class KeysValues(NamedTuple):
     """What the attention of one layer has in its cache: keys and values [heads, n, dim], normed and rotated.
 
     Rows are in the order of the tokens and end with the newest that was observed. A sliding layer has at least the rows
-    of the tokens observed with them and those that it looks back on itself.
+    of the tokens observed with them and those that it looks back on itself. After a round that no draft can follow
+    there are those of the tokens observed with them alone.
     """
 
     keys: mx.array

@@ -63,6 +63,7 @@ def rounds(
     which hides the host's work; the drafters are then only asked whether that should go on. Nothing lazy is left where
     a round is handed out, so another thread may ask for the next one.
     """
+    wants = bool(chain.wants)
     chain.start(prompt)
     for chunk, known in sequence.prefill(prompt, progress):
         chain.observe(chunk, known)
@@ -77,7 +78,7 @@ def rounds(
             wanted = len(draft.tokens) > 0
             draft = draft.within(sequence.target.vocab) if wanted else draft
             proposed = clock()
-            this = _verify(sequence, mx.array([last]), draft, sampler)
+            this = _verify(sequence, mx.array([last]), draft, sampler, begin=True)
         else:
             draft, wanted, this = NOTHING, chain.would_draft(last, room, sampler), ahead
             proposed = clock()
@@ -85,7 +86,8 @@ def rounds(
         if not wanted and remaining > 1 and chain.length.look_ahead():
             mx.async_eval(this)
             sequence.settle(1)
-            this = this._replace(features=sequence.known(this.features, 1))
+            this = this._replace(features=sequence.known(this.features, 1, ahead=True) if wants else None)
+            mx.async_eval(this.features)
             sampler.advance([last])
             ahead = _verify(sequence, this.verdict.tokens, NOTHING, sampler)
             mx.async_eval(ahead)
@@ -100,7 +102,7 @@ def rounds(
         committed = [last, *tokens[:-1]]
         if ahead is None:
             sequence.settle(len(committed))
-            this = this._replace(features=sequence.known(this.features, len(committed)))
+            this = this._replace(features=sequence.known(this.features, len(committed)) if wants else None)
             sampler.advance(committed)
         chain.observe(committed, this.features)
         chain.settle(drafted, accepted)
@@ -110,8 +112,8 @@ def rounds(
         chain.length.record(Outcome(chain.winner, draft, accepted, read - started + after))
 
 
-def _verify(sequence: Sequence, last: mx.array, draft: Draft, sampler: Sampler) -> Pass:
+def _verify(sequence: Sequence, last: mx.array, draft: Draft, sampler: Sampler, begin: bool = False) -> Pass:
     """One pass over [last, *draft]; last is int32 [1]."""
-    logits, features = sequence.forward(mx.concatenate([last, draft.tokens]))
+    logits, features = sequence.forward(mx.concatenate([last, draft.tokens]), begin=begin)
     verdict = verify(logits, last, draft, sampler)
     return Pass(verdict, list(verdict.logprobs), features, sequence.state)

@@ -39,10 +39,11 @@ class DrafterStats:
         """The share of drafts that stood at each place, of those that got there."""
         return [s / r for s, r in zip(self.stood, self.reached, strict=True) if r]
 
-    @property
-    def hopeless(self) -> bool:
-        """After `ENOUGH` rounds hardly a first token stood: a drafter that was made for this target does better."""
-        return self.rounds >= ENOUGH and self.stood[0] < 0.05 * self.reached[0]
+    def hopeless(self, over: bool) -> bool:
+        """After `ENOUGH` rounds hardly a first token stood, or when a request is `over` none of half as many did: a
+        drafter that was made for this target does better."""
+        enough = ENOUGH // 2 if over and self.rounds and not self.stood[0] else ENOUGH
+        return self.rounds >= enough and self.stood[0] < 0.05 * self.reached[0]
 
 
 @dataclass

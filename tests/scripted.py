@@ -109,12 +109,16 @@ def drafted_rounds(
 def drafted(
     target: Target, drafter: Drafter, prompt: Sequence[int], tokens: int, most: int, **sampling: Any
 ) -> list[int]:
-    """What decoding with a drafter gives; the number of tokens in the cache is checked after every round."""
+    """What decoding with a drafter gives; the number of tokens in the cache is checked after every round, and that one
+    which always can draft did."""
     sequence = target.sequence()
     sampler = Sampler(SamplingParams(**sampling), prompt)
     ids: list[int] = []
+    proposed = 0
     for emitted in drafted_rounds(sequence, prompt, sampler, tokens, drafter, most):
+        proposed += emitted.drafted
         held = sequence.offset - emitted.drafted - 1  # the rewind comes after the round is handed out
         assert held == len(prompt) - 1 + len(ids)
         ids += emitted.tokens
+    assert proposed or drafter.free or tokens <= 2 or most == 0, "nothing was drafted, so nothing would be shown"
     return ids

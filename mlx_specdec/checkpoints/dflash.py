@@ -16,7 +16,7 @@ from .folder import Folder, fill
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # What a training run left of its target, which drafting has no use for.
-LEFT_OVER = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
+LEFT_OVER = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t", "rotary_emb.inv_freq")
 # Tensors of drafters that grew out of DFlash and may carry its name in their config.
 OTHERS = {"markov_head.": "DSpark", "candidate_selector.": "DFlash 2", "layer_fusion_weights": "DFly"}
 OLD_NAMES = {"self_attn.attention_sink_bias": "self_attn.sinks"}
@@ -39,7 +39,7 @@ def read(folder: Folder) -> DFlash:
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # values of kinds that nothing here expects
         raise CheckpointError(f"the config of {folder.path} cannot be used ({type(error).__name__}: {error}); fetch "
                               "the checkpoint again, or use another drafter") from error  # fmt: skip
-    fill(network, {name: x for name, x in tensors.items() if name not in LEFT_OVER}, folder)
+    fill(network, {name: x for name, x in tensors.items() if not name.endswith(LEFT_OVER)}, folder)
     return network
 
 
@@ -76,25 +76,33 @@ class _Fields:
                                   "fetch the checkpoint again")  # fmt: skip
         return value
 
+    def whole(self, name: str, least: int = 1) -> int:
+        """A whole number that must be there."""
+        value = self.need(name)
+        if type(value) is not int or value < least:
+            raise CheckpointError(f"the config of {self.folder.path} has the {name} {value!r}, which must be a whole "
+                                  f"number from {least}; fetch the checkpoint again")  # fmt: skip
+        return value
+
 
 def _config(folder: Folder, tensors: dict[str, mx.array]) -> DFlashConfig:
     fields = _Fields(folder)
-    hidden, heads = fields.need("hidden_size"), fields.need("num_attention_heads")
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     kinds = _kinds(fields)
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     config = DFlashConfig(
         hidden_size=hidden,
-        intermediate_size=fields.need("intermediate_size"),
+        intermediate_size=fields.whole("intermediate_size"),
         num_attention_heads=heads,
         num_key_value_heads=fields.get("num_key_value_heads") or heads,
         head_dim=fields.get("head_dim") or hidden // heads,
         rms_norm_eps=fields.get("rms_norm_eps") or 1e-6,
         max_position_embeddings=fields.get("max_position_embeddings") or 32768,
-        block_size=fields.need("block_size"),
-        mask_token_id=fields.need("mask_token_id"),
+        block_size=fields.whole("block_size"),
+        mask_token_id=fields.whole("mask_token_id", 0),
         target_layer_ids=_target_layers(fields),
         target_hidden_size=fields.get("target_hidden_size") or hidden,
-        vocab_size=fields.need("vocab_size"),
+        vocab_size=fields.whole("vocab_size"),
         sights=tuple(_sight(fields, kind) for kind in kinds),
         ropes=tuple(_rope(fields, kind) for kind in kinds),
         num_target_layers=fields.get("num_target_layers"),
@@ -106,7 +114,7 @@ def _config(folder: Folder, tensors: dict[str, mx.array]) -> DFlashConfig:
         scaled_embedding=not fields.speculators,
         input_embedding_scale=float(fields.get("input_embedding_scale") or 1),
         output_multiplier=float(fields.get("output_multiplier") or 1),
-        final_logit_softcapping=fields.get("final_logit_softcapping"),
+        final_logit_softcapping=None if (cap := fields.get("final_logit_softcapping")) is None else float(cap),
         embedding_size=_rows(tensors, "embed_tokens.weight"),
         draft_vocab_size=_rows(tensors, "lm_head.weight"),
     )
@@ -147,7 +155,7 @@ def _target_layers(fields: _Fields) -> tuple[int, ...]:
 
 def _kinds(fields: _Fields) -> list[str]:
     """Each layer's kind of attention; where they are not listed, transformers' rule for a Qwen3 config."""
-    count, kinds = fields.need("num_hidden_layers"), fields.get("layer_types")
+    count, kinds = fields.whole("num_hidden_layers"), fields.get("layer_types")
     if kinds is None:
         first = fields.get("max_window_layers") if fields.get("use_sliding_window") else None
         first = count if first is None else first
@@ -164,7 +172,7 @@ def _sight(fields: _Fields, kind: str) -> Sight:
 
     In z-lab's code a window reaches back from each row, in speculators' masks from the anchor, for the whole block.
     """
-    window = fields.need("sliding_window") if kind == SLIDING else None
+    window = fields.whole("sliding_window", 2) if kind == SLIDING else None
     if fields.speculators:
         return Sight(reach=window, causal=kind == SLIDING and not fields.get("sliding_window_non_causal"))
     said = fields.get("is_causal", "causal")

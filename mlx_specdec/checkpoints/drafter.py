@@ -9,11 +9,11 @@ from .folder import Folder
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-REFUSED = {
-    "DFlash2DraftModel": "DFlash 2",
-    "DSpark": "DSpark",
-    "DFly": "DFly",
-    "DFlare": "DFlare",
+REFUSED = {  # lower case
+    "dflash2draftmodel": "DFlash 2",
+    "dspark": "DSpark",
+    "dfly": "DFly",
+    "dflare": "DFlare",
     "peagle": "parallel EAGLE",
 }
 
@@ -21,24 +21,44 @@ REFUSED = {
 def kind_of(folder: Folder) -> str | None:
     """eagle3, dflash, gemma4_assistant, medusa or mtp; None for an ordinary model.
 
-    Raises CheckpointError for a kind of drafter that is known and not supported.
+    Told from the config, or from the tensors' names where that says nothing. Raises CheckpointError for a kind of
+    drafter that is known and not supported.
     """
     config = folder.config
-    said = f"{config.get('speculators_model_type', '')} {' '.join(config.get('architectures') or ())}"
+    named = config.get("architectures")
+    said = " ".join(str(name) for name in (config.get("speculators_model_type"), *_listed(named))).lower()
     for sign, name in REFUSED.items():
         if sign in said:
-            raise CheckpointError(f"{folder.path} is a {name} drafter, which is not supported; use a DFlash, EAGLE-3 "
-                                  "or MTP drafter")  # fmt: skip
+            raise _unsupported(folder, name)
     model_type = str(config.get("model_type", ""))
-    if "dflash" in said.lower() or "dflash_config" in config:
+    if "dflash" in said or "dflash_config" in config:
         return "dflash"
-    if "eagle3" in said.lower() or "draft_vocab_size" in config:  # SafeAILab's own say LlamaForCausalLM
+    if "eagle3" in said or "draft_vocab_size" in config:  # SafeAILab's own say LlamaForCausalLM
         return "eagle3"
     if model_type.startswith("gemma4") and model_type.endswith("assistant"):
         return "gemma4_assistant"
     if "medusa_num_heads" in config or model_type == "medusa":
         return "medusa"
-    return "mtp" if model_type.endswith("_mtp") else None
+    return "mtp" if model_type.endswith("_mtp") else _by_tensors(folder)
+
+
+def _by_tensors(folder: Folder) -> str | None:
+    names = folder.names()
+    if any(name.startswith("midlayer.") for name in names):
+        return "eagle3"
+    if "fc.weight" in names and "layers.0.mlp.gate_proj.weight" in names and "layers.0.hidden_norm.weight" not in names:
+        raise _unsupported(folder, "EAGLE-1 or EAGLE-2")
+    return None
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _unsupported(folder: Folder, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.path} is a {name} drafter, which is not supported; use a DFlash, EAGLE-3 or MTP drafter"
+    )
 
 
 def read_network(folder: Folder, kind: str) -> "nn.Module":

@@ -46,6 +46,19 @@ class Folder:
             tensors |= read_tensors(file)
         return tensors
 
+    def names(self) -> set[str]:
+        """The names of its tensors as far as the headers of safetensors files say them; no weight is read."""
+        from safetensors import SafetensorError, safe_open
+
+        names: set[str] = set()
+        for file in sorted(self.path.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="numpy") as opened:
+                    names.update(opened.keys())
+            except (SafetensorError, OSError):
+                continue  # who reads the weights says what is wrong
+        return names
+
     def files(self) -> list[Path]:
         """The files that hold the tensors, safetensors before PyTorch's own if there are both.
 

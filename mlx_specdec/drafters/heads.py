@@ -15,7 +15,7 @@ from ..features import FeatureRequest, Features
 from ..sampling import Sampler
 from .base import NOTHING, Draft
 
-CHUNK = 512  # so many rows may wait, while nothing or something else drafts, before they are fed
+CHUNK = 32  # so many rows may wait, while nothing or something else drafts: they are the cost of the next draft
 
 
 class Head(Protocol):

@@ -1,7 +1,8 @@
 """The device begins with a pass while the rest of it is still being built.
 
-The host takes milliseconds to build a pass of a deep model, which plain decoding hides behind the pass before. A verify
-pass cannot be built before its draft is known; so the first layers are handed over as soon as they are there.
+The host takes milliseconds to build a pass of a deep model, which plain decoding hides behind the pass before. A pass
+that may verify a draft cannot be built before that is known; so its first layers are handed over as soon as they are
+there.
 """
 
 import threading

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import OptionError, PairingError
-from ..features import FeatureRequest, Features
+from ..features import FeatureRequest, Features, KeysValues
 from .ends import Ends
 from .head_start import HeadStart
 from .mixers import Mixers
@@ -189,8 +189,9 @@ class Sequence:
             mx.clear_cache()
         self._keep_sinks()
 
-    def forward(self, tokens: mx.array, certain: int = 1) -> tuple[mx.array, Features | None]:
-        """One lazy pass over tokens int [n], the first `certain` of which will not be undone.
+    def forward(self, tokens: mx.array, certain: int = 1, begin: bool = False) -> tuple[mx.array, Features | None]:
+        """One lazy pass over tokens int [n], the first `certain` of which will not be undone. `begin` lets the device
+        start with it before it is built.
 
         Returns logits float32 [n, vocab] and the features asked for. Call `settle` before the sequence goes on,
         unless every row was certain.
@@ -199,7 +200,7 @@ class Sequence:
         with (
             self._rewinder.advance(tokens.shape[0], certain),
             taps.reading() if taps else nullcontext() as features,
-            self.target.head_start.given() if certain < tokens.shape[0] else nullcontext(),
+            self.target.head_start.given() if begin else nullcontext(),
         ):
             logits = self.target.model(tokens[None], cache=self._caches)
         return logits[0].astype(mx.float32), features() if features else None
@@ -211,13 +212,19 @@ class Sequence:
             self._replace(lambda c: hasattr(c, "to_quantized"), self._quantize)
             self._quantized = True
 
-    def known(self, features: Features | None, keep: int) -> Features | None:
+    def known(self, features: Features | None, keep: int, ahead: bool = False) -> Features | None:
         """What drafters observe of the first `keep` tokens of a pass that gave `features`, once they are settled: the
-        keys and values are those of now."""
+        keys and values are those of now.
+
+        `ahead` says that the next pass will be built before anyone drafts: keys and values are then those of the `keep`
+        tokens alone, and copies, since a slice of a cache that is still held when its next row comes has it copied.
+        """
         if features is None or self.target.taps is None:
             return None
         layers = self.target.taps.wants.keys_values
         held = tuple(self._rewinder.keys_values(self._caches[layer]) for layer in layers)
+        if ahead:
+            held = tuple(KeysValues(*(mx.contiguous(x[:, -keep:]) for x in both)) for both in held)
         return features.head(keep)._replace(keys_values=held)
 
     def _quantize(self, cache: Any) -> Any:

@@ -232,7 +232,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, mx.array], str]] = {
     "no window": (zlab(layer_types=[FULL, SLIDING]), drawn(), "has no sliding_window"),
     "another activation": (zlab(hidden_act="gelu"), drawn(), "hidden_act 'gelu'"),
     "another rope": (zlab(rope_scaling={"rope_type": "odd"}), drawn(), "ValueError: Unsupported RoPE type odd"),
-    "text for a number": (zlab(num_hidden_layers="two"), drawn(), "cannot be used \\(TypeError"),
+    "text for a number": (zlab(num_hidden_layers="two"), drawn(), "num_hidden_layers 'two', which must be a whole"),
+    "half a number": (zlab(block_size=16.0), drawn(), "block_size 16.0, which must be a whole number from 1"),
+    "a window of 0": (
+        zlab(layer_types=[SLIDING] * 2, sliding_window=0), drawn(), "sliding_window 0, which must be a whole"
+    ),
+    "text for a cap": (zlab(final_logit_softcapping="high"), drawn(), "cannot be used \\(ValueError"),
     "another width": (zlab(target_hidden_size=64), drawn(), "hidden_size 32 and its target 64"),
     "mask beyond its embedding": (
         speculators(mask_token_id=VOCAB), drawn(embed_tokens__weight=(VOCAB, HIDDEN)), "mask_token_id 70"

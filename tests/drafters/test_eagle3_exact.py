@@ -165,7 +165,7 @@ def test_the_law_of_sampled_output_is_the_targets(rule: str) -> None:
 
 
 def test_an_untrue_q_shows_in_the_law() -> None:
-    assert fit(400, Untrue, "token") > 1
+    assert fit(800, Untrue, "token") > 1
 
 
 def test_any_thread_may_ask_for_the_next_round() -> None:

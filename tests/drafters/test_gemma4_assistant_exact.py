@@ -126,15 +126,18 @@ def test_the_law_is_the_targets(rule: str) -> None:
     make = Gemma4AssistantModel(random(3, 4, 16, vocab_size=12, **sizes)).pair(made)
     made.watch(make().wants)
     seen: Counter[tuple[int, ...]] = Counter()
+    proposed = 0
     for seed in range(400):
         chooser = Sampler(SamplingParams(**sampling, acceptance=rule, seed=seed), prompt)
         ids: list[int] = []
         for emitted in drafted_rounds(made.sequence(), prompt, chooser, 5, make(), 2):
             ids += emitted.tokens
+            proposed += emitted.drafted
             if len(ids) >= 3:
                 break
         seen[tuple(ids[:3])] += 1
     assert misfit(seen, exact(model, prompt, 3, 12, sampling)) < 1
+    assert proposed > 400
 
 
 def test_the_ordered_head_scores_the_likeliest_clusters_alone() -> None:

@@ -177,15 +177,18 @@ def test_the_law_is_the_targets(rule: str, known: str) -> None:
     target = watched(model)
     make = MedusaModel(heads(3, 12, 16, np.array(KNOWN))).pair(target)
     seen: Counter[tuple[int, ...]] = Counter()
+    proposed = 0
     for seed in range(600):
         chooser = Sampler(SamplingParams(**sampling, acceptance=rule, seed=seed), prompt)
         ids: list[int] = []
         for emitted in drafted_rounds(target.sequence(), prompt, chooser, 5, make(), 2):
             ids += emitted.tokens
+            proposed += emitted.drafted
             if len(ids) >= 3:
                 break
         seen[tuple(ids[:3])] += 1
     assert misfit(seen, exact(model, prompt, 3, 12, sampling)) < 1
+    assert proposed > 600
 
 
 def test_a_vocabulary_of_other_length() -> None:

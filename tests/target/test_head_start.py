@@ -23,8 +23,8 @@ def test_ids_and_when_it_acts(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(head_start.mx, "async_eval", lambda *x: (begun.append(x[0].shape), evaluate(*x)))
     for k in (1, 4):
         assert drafted(target, Scripted(answer, scripts(64)["mixed"]), PROMPT, 30, k) == answer
-    assert {shape[1] for shape in begun if len(shape) == 3} <= {2, 3, 4, 5}, "in verify passes alone"
-    assert begun
+    assert {shape[1] for shape in begun if len(shape) == 3} <= {1, 2, 3, 4, 5}, "not while the prompt is read"
+    assert len(begun) > 10
     target.close()
     assert type(model.layers[1]) is before
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_specdec.draft_length import Auto, Fixed
@@ -151,7 +152,22 @@ def test_a_pass_that_is_under_way_does_not_show(kind: str) -> None:
     chain = Chain([drafter], Ahead())
     emitted = rounds(target.sequence(), prompt, Sampler(SamplingParams(), prompt), TOKENS, chain)
     assert [t for r in emitted for t in r.tokens] == answer
-    assert right(drafter, truth(target, [*prompt, *answer]), KINDS[kind][3])
+    assert right(drafter, truth(target, [*prompt, *answer]), 0), "of a pass that no draft can follow its own rows"
+
+
+@pytest.mark.parametrize("length", [Ahead(), Fixed(0)], ids=["ahead", "none"])
+def test_a_cache_is_not_copied_for_a_drafter_that_does_not_draft(length: Any) -> None:
+    target, wants = target_of("kv")
+    prompt, sequence = prompt_of(9), target.sequence()
+    drafter = Idle(plain(target.model, prompt, TOKENS, target.options), scripts(64)["right"], wants)
+    drafters = [] if isinstance(length, Fixed) else [drafter]
+    places = set()
+    for _ in rounds(sequence, prompt, Sampler(SamplingParams(), prompt), TOKENS, Chain(drafters, length)):
+        drafter.seen.clear()
+        keys = np.array(sequence._caches[wants.keys_values[0]].keys, copy=False)
+        places.add(keys.__array_interface__["data"][0])
+        del keys
+    assert len(places) <= 3, "it moves when it grows, and not with every token"
 
 
 @pytest.mark.parametrize("layer", [0, -1, 7])
