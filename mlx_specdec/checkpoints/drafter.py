@@ -46,7 +46,8 @@ def _by_tensors(folder: Folder) -> str | None:
     names = folder.names()
     if any(name.startswith("midlayer.") for name in names):
         return "eagle3"
-    if "fc.weight" in names and "layers.0.mlp.gate_proj.weight" in names and "layers.0.hidden_norm.weight" not in names:
+    of_others = any(name.startswith(("model.", "language_model.")) or "norm_hidden" in name for name in names)
+    if {"fc.weight", "layers.0.mlp.gate_proj.weight"} <= names and not of_others:  # a trunk, or MTP heads
         raise _unsupported(folder, "EAGLE-1 or EAGLE-2")
     return None
 

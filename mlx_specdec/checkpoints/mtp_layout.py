@@ -55,7 +55,9 @@ class Layout:
         """Whether a target's tensor belongs to a head, if only as a copy of its embedding; `layers` are the trunk's."""
         found = re.search(self.place, name)
         beside = found is not None and (self is not NEXTN or int(found[1]) >= layers)
-        return beside or re.search(r"(^|\.)mtp\.", name) is not None
+        # Without a prefix are those of a file that holds nothing else; a trunk's names have one.
+        bare = name.split(".")[0] in ("layers", self.projection, self.embedding_norm, self.hidden_norm, self.norm)
+        return beside or bare or re.search(r"(^|\.)mtp\.", name) is not None
 
 
 QWEN = Layout(

@@ -41,6 +41,8 @@ TRUNK = ("model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight", "lm
         ({"model_type": "gemma4_unified_assistant"}, (), "gemma4_assistant"),
         ({"medusa_num_heads": 3}, (), "medusa"),
         ({"model_type": "qwen3_5_mtp"}, (), "mtp"),
+        (LLAMA, (*TRUNK, "fc.weight", "layers.0.mlp.gate_proj.weight"), None),  # heads beside a trunk
+        (LLAMA, ("fc.weight", "pre_fc_norm_hidden.weight", "layers.0.mlp.gate_proj.weight"), None),
     ],
 )
 def test_kinds(config: dict[str, Any], names: tuple[str, ...], kind: str | None, tmp_path: Path) -> None:

@@ -142,6 +142,25 @@ def test_a_file_beside_the_shards(tmp_path: Path, sidecar: str, bare: bool) -> N
     assert same(read_heads(folder, model_of(name)), name)
 
 
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("sidecar", SIDECARS)
+def test_a_target_with_a_file_beside_the_shards_loads_and_drafts(tmp_path: Path, sidecar: str, bare: bool) -> None:
+    """Also where every file is a link to another folder, as in the hub's cache."""
+    name, (file, more) = "mtp_qwen3_5", SIDECARS[sidecar]
+    head = {key.removeprefix("mtp.") if bare else key: value for key, value in qwen_names(name).items()}
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    written(blobs, config_of(name) | more, **{"model": converted(name), file: head})
+    folder = tmp_path / "snapshot"
+    for blob in (blob for blob in blobs.rglob("*") if blob.is_file()):
+        link = folder / blob.relative_to(blobs)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    model, _ = load_model(folder, get_model_classes=trunk_classes)
+    assert kind_of(Folder(folder)) is None
+    assert same(read_heads(Folder(folder), model), name)
+
+
 def test_a_file_beside_the_shards_comes_before_them(tmp_path: Path) -> None:
     """It was made for this checkpoint; one of each would mix two forms of norms."""
     name = "mtp_qwen3_5"
