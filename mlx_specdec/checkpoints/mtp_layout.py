@@ -56,7 +56,7 @@ class Layout:
         found = re.search(self.place, name)
         beside = found is not None and (self is not NEXTN or int(found[1]) >= layers)
         # Without a prefix are those of a file that holds nothing else; a trunk's names have one.
-        bare = name.split(".")[0] in ("layers", self.projection, self.embedding_norm, self.hidden_norm, self.norm)
+        bare = name.partition(".")[0] in ("layers", self.projection, self.embedding_norm, self.hidden_norm, self.norm)
         return beside or bare or re.search(r"(^|\.)mtp\.", name) is not None
 
 
