@@ -1,4 +1,8 @@
-"""Which drafters fit a target, told from configs and tokenizers, without any weights and without a network."""
+"""Which drafters fit a target, told from configs and tokenizers, without any weights and without a network.
+
+A config can be wrong in as many ways as its readers have exceptions. Whatever is wrong with the target is one sentence;
+whatever is wrong with another repository is said in its line, and the others are listed.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +16,7 @@ from .checkpoints.hub import cached, repositories
 from .choice import identity, on_this_machine, reason
 from .drafters.pairing import MadeFor, check_tokenizers, compare, made_for, of_target
 from .errors import CheckpointError, SpecDecError
-from .pairs import MTP, carried_tokenizer
+from .pairs import MTP, carried_tokenizer, reading
 
 MODEL = "draft_model"
 
@@ -56,6 +60,11 @@ def describe(source: str, known: Catalogue, models: Path | None = None) -> Descr
     entry = known.drafters.get(source)
     if entry is not None and entry.method != MODEL:
         raise not_a_model(source, entry.method, f", {' or '.join(entry.targets)}")
+    with reading(source):
+        return _described(source, known, models)
+
+
+def _described(source: str, known: Catalogue, models: Path | None) -> Described:
     path = find(source, offline=True, models=models) or cached(source)
     config: dict[str, Any] = {}
     if path is not None:
@@ -67,9 +76,11 @@ def describe(source: str, known: Catalogue, models: Path | None = None) -> Descr
 
 
 def fits(target: Described, known: Catalogue) -> list[Fit]:
-    """Heads inside the checkpoint, the drafters published for the target, and all others in the Hub's cache."""
-    found = _heads(target)
-    tokenizer = None if target.path is None else carried_tokenizer(target.path)
+    """Heads inside the checkpoint, the drafters published for the target, and all others in the Hub's cache. Raises
+    CheckpointError for a target that cannot be read."""
+    with reading(target.source):
+        found = _heads(target)
+        tokenizer = None if target.path is None else carried_tokenizer(target.path)
     for entry in known.drafters_for(target.families):
         path = Path(entry.name).expanduser()
         folder = path if path.exists() else cached(entry.name)
@@ -89,13 +100,14 @@ def stored(known: Catalogue) -> list[Stored]:
     for name, folder, size in repositories():
         entry = known.drafters.get(name)
         try:
-            files = Folder(folder)
-            kind = kind_of(files) or (entry.method if entry else None)
-        except CheckpointError as error:
+            with reading(name):
+                files = Folder(folder)
+                kind = kind_of(files) or (entry.method if entry else None)
+                families = entry.targets if entry else [] if kind else known.families([name], files.config)[0]
+        except SpecDecError as error:
             found.append(Stored(name, folder, size, None, [], reason(error)))
-            continue
-        families = entry.targets if entry else [] if kind else known.families([name], files.config)[0]
-        found.append(Stored(name, folder, size, kind, families))
+        else:
+            found.append(Stored(name, folder, size, kind, families))
     return found
 
 
@@ -104,12 +116,13 @@ def _wrong(target: Described, tokenizer: Any, method: str, folder: Path | None) 
     if folder is None:
         return None
     try:
-        if method != MODEL:
-            files = checkpoint(folder)
-            kind = kind_of(files) or method
-            compare(kind, made_for(kind, files.config), target.sizes)
-        if tokenizer is not None and (own := carried_tokenizer(folder)) is not None:
-            check_tokenizers(tokenizer, own, "draft model" if method == MODEL else "drafter")
+        with reading(str(folder)):
+            if method != MODEL:
+                files = checkpoint(folder)
+                kind = kind_of(files) or method
+                compare(kind, made_for(kind, files.config), target.sizes)
+            if tokenizer is not None and (own := carried_tokenizer(folder)) is not None:
+                check_tokenizers(tokenizer, own, "draft model" if method == MODEL else "drafter")
     except SpecDecError as error:
         return reason(error)
     return None

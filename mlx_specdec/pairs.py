@@ -80,7 +80,7 @@ def load_drafter(
     files = checkpoint(hub.weights(source))
     if (own := carried_tokenizer(files.path)) is not None:
         check_tokenizers(tokenizer, own, "drafter")
-    with _reading(source, kind):
+    with reading(source, kind):
         return _wrap(kind, read_network(files, kind), dtype)
 
 
@@ -98,13 +98,13 @@ def load_heads(
     Raises CheckpointError when it declares heads that its files do not hold, or that cannot be used.
     """
     path = Repository(revision, offline, models).folder(target, checkpoints.MODEL_FILES)
-    with _reading(target, MTP):
+    with reading(target, MTP):
         network = read_heads(checkpoint(path), model)
         return None if network is None else _wrap(MTP, network, dtype)
 
 
 @contextmanager
-def _reading(source: str, kind: str) -> Iterator[None]:
+def reading(source: str, kind: str | None = None) -> Iterator[None]:
     """Whatever is wrong with a checkpoint as one sentence: a config can be wrong in as many ways as its readers have
     exceptions."""
     try:
@@ -113,8 +113,10 @@ def _reading(source: str, kind: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
-        raise CheckpointError(f"{source} cannot be loaded as {kind} ({type(error).__name__}: {said}); check that it is "
-                              "whole") from error  # fmt: skip
+        what = f"loaded as {kind}" if kind else "read"
+        raise CheckpointError(
+            f"{source} cannot be {what} ({type(error).__name__}: {said}); check that it is whole"
+        ) from error
 
 
 class Repository:

@@ -377,3 +377,60 @@ def test_the_sizes_of_a_catalogue_that_a_user_wrote(home: Path) -> None:
     mine = home / "mine.toml"
     mine.write_text(toml({"tiny": QWEN3}, {"a/b": ("dflash", "tiny")}))
     assert sentences(str(qwen3(home / "any")), "--models", str(mine))[0].startswith(f"{home / 'any'}: tiny, known by")
+
+
+# What is odd
+
+
+@pytest.mark.parametrize("config", [
+    {"text_config": "x"}, {"text_config": ["x"]}, {"model_type": ["llama"], "architectures": 1}, {"model_type": "?"},
+    {"speculators_config": [1], "draft_vocab_size": {}}, {"_name_or_path": [1]}, [], None,
+], ids=str)  # fmt: skip
+def test_one_odd_repository_does_not_hide_the_others(config: Any, home: Path) -> None:
+    (repository(home / "hub", "a/odd") / "config.json").write_text(json.dumps(config))
+    heads_alone(repository(home / "hub", "b/heads"))
+    done = run()
+    assert (done.exit_code, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[-2].startswith("  a/odd: ")
+    assert lines[-1].endswith("a drafter (mtp)")
+    assert "a/odd" in {each["name"] for each in json.loads(run("--json").stdout)["cached"]}
+    assert "  + b/heads: mtp" in sentences(str(without_heads(home / "any")))[1]
+
+
+def test_whatever_is_wrong_with_a_repository_is_in_its_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind_of(folder: Any) -> str:
+        raise TypeError("no such thing")
+
+    llama(repository(home / "hub", "a/odd"))
+    monkeypatch.setattr("mlx_specdec.fits.kind_of", kind_of)
+    assert run().stdout.splitlines()[-1].endswith(" GB, a/odd cannot be read (TypeError: no such thing)")
+
+
+def refused(*arguments: str) -> str:
+    done = run(*arguments)
+    assert (done.exit_code, done.stdout) == (2, ""), done.exception
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_cache_that_is_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "file"))
+    assert f"the Hub's cache {home / 'file'} is not a folder that can be read; set HF_HUB_CACHE to one" in refused()
+
+
+@pytest.mark.parametrize(("golden", "changes"), [
+    ("target_llama", {"model_type": None}), ("target_llama", {"model_type": "cache"}),
+    ("target_llama", {"model_type": ["llama"]}), ("target_llama", {"text_config": "x"}),
+    ("mtp_qwen3_5", {"architectures": 1, "text_config": {"num_hidden_layers": "x"}}),
+    ("eagle3_speculators_variant", {"speculators_config": [1]}),
+], ids=str)  # fmt: skip
+def test_a_config_that_cannot_be_is_one_sentence(golden: str, changes: dict[str, Any], home: Path) -> None:
+    folder = copied(golden, home / "odd", **changes)
+    if changes == {"model_type": None}:
+        said = json.loads((folder / "config.json").read_text())
+        del said["model_type"]
+        (folder / "config.json").write_text(json.dumps(said))
+    assert f"{folder} cannot be read (" in refused(str(folder))

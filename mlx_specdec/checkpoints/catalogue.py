@@ -91,7 +91,8 @@ class Catalogue(NamedTuple):
 
 def _sized(family: Family, config: Mapping[str, Any]) -> bool:
     """Whether a config, or its language model's own section, has all sizes of a family."""
-    places = (config.get("text_config") or {}, config)
+    text = config.get("text_config")
+    places = (text if isinstance(text, Mapping) else {}, config)
 
     def said(field: str, value: Any) -> bool:
         return any(place.get(field) in (value if isinstance(value, list) else [value]) for place in places)

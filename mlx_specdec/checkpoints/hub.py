@@ -186,7 +186,8 @@ def cached(repository: str, revision: str | None = None) -> Path | None:
 
 
 def repositories() -> Iterator[tuple[str, Path, int]]:
-    """The models in the hub's own cache that have a config: id, folder of the newest snapshot, bytes on disk."""
+    """The models in the hub's own cache that have a config: id, folder of the newest snapshot, bytes on disk. Raises
+    CheckpointError for a cache that cannot be read."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -194,6 +195,9 @@ def repositories() -> Iterator[tuple[str, Path, int]]:
         found = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"the Hub's cache {constants.HF_HUB_CACHE} is not a folder that can be read; set "
+                              "HF_HUB_CACHE to one") from error  # fmt: skip
     for repository in sorted(found, key=lambda r: r.repo_id.lower()):
         if repository.repo_type == "model" and (folder := cached(repository.repo_id)):
             yield repository.repo_id, folder, repository.size_on_disk
