@@ -13,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from mlx.utils import tree_flatten
 
+from mlx_specdec import CheckpointError
 from mlx_specdec.checkpoints import load
 from mlx_specdec.checkpoints.conversion import convert
 from mlx_specdec.checkpoints.conversion_options import Numbers
@@ -122,3 +123,30 @@ def test_a_packed_drafter_stays_packed(tmp_path: Path) -> None:
     file = eagle(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": Type.Q4_0, "output.weight": Type.Q5_1})
     convert(str(file), tmp_path / "result")
     same(read_network(Folder(tmp_path / "result"), "eagle3"), read_drafter(file)[1])
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_float32_is_what_the_file_says(tmp_path: Path, dense: bool) -> None:
+    """Blocks, scales and norms that float16 cannot hold are not rounded to it on the way."""
+    wide = {"hidden_size": 256, "intermediate_size": 256}
+    source = SOURCES["qwen3"].with_(wide, {"embedding_length": 256, "feed_forward_length": 256})
+    tensors = {name: x + np.float32(1e-5) if "norm" in name else x for name, x in source.tensors().items()}
+    source.write(tmp_path / "m.gguf", tensors, {"ffn_up": Type.Q4_K, "ffn_down": Type.Q6_K}, random=True, **TOKENIZER)
+    convert(str(tmp_path / "m.gguf"), tmp_path / "result", Numbers(dtype="float32", dequantize=dense))
+    result: Any = mlx_lm.load(str(tmp_path / "result"))[0]
+    if dense:
+        file: Any = load(tmp_path / "m.gguf", dtype="float32")[0]
+    else:
+        file = load_gguf(GGUFFile(tmp_path / "m.gguf"), dtype="float32")
+    same(result, file)
+    up, layer = file.layers[0].mlp.up_proj, file.layers[0]
+    exact = up.weight if dense else up.scales
+    for value in (exact, layer.mlp.down_proj.weight, layer.input_layernorm.weight):
+        assert value.dtype == mx.float32
+        assert not mx.array_equal(value.astype(mx.float16), value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "junk.bin").write_bytes(b"junk")
+    with pytest.raises(CheckpointError, match=r"junk.bin is a file and neither a .gguf nor a .onnx one"):
+        convert(str(tmp_path / "junk.bin"), tmp_path / "result")
