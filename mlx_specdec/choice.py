@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .checkpoints import find
-from .checkpoints.catalogue import Drafter, read_catalogue
+from .checkpoints.catalogue import BY_SIZES, Drafter, read_catalogue
 from .checkpoints.folder import Folder
 from .checkpoints.hub import Unreachable, cached, hub_offline
 from .drafters import DEFAULT
@@ -62,8 +62,10 @@ def choose(
     """The drafter for `model`, which `load` brought from `source`, paired with it on trial. The choice is logged.
 
     "none" is chosen only for a model whose cache cannot be rewound. `offline`, as HF_HUB_OFFLINE, never asks the
-    network; the other options are load_drafter's, `revision` that of `source`. Raises OptionError for `cache` options
-    that the model cannot have, CheckpointError for a catalogue that cannot be read, and nothing else.
+    network, and nothing is fetched for a model that is known by its sizes alone: others may have the same, and where
+    the catalogue has several, nothing is taken. The other options are load_drafter's, `revision` that of `source`.
+    Raises OptionError for `cache` options that the model cannot have, CheckpointError for a catalogue that cannot be
+    read, and nothing else.
     """
     from .target.model import Target
 
@@ -74,6 +76,10 @@ def choose(
         return _said(Choice("none", None, reason(error)), {})
     names, config = identity(source, revision, models)
     families, by = known.families(names, config or _arguments(model))
+    nothing = "no drafter with weights is known for this model"
+    if by == BY_SIZES and len(families) > 1:
+        nothing = f"its sizes are those of {' and '.join(families)}, and no name tells which it is"
+        families = []
     fitting = known.drafters_for(families)
     here = [drafter.name for drafter in fitting if on_this_machine(drafter)]
     away = [drafter.name for drafter in fitting if drafter.name not in here]
@@ -94,14 +100,14 @@ def choose(
         yield Candidate(MTP, "the heads inside the checkpoint", heads)
         for name in here:
             yield Candidate(name, why[name] + "on this machine", partial(bring, name, offline=True))
-        for name in () if offline or hub_offline() else away:
+        for name in () if offline or hub_offline() or by == BY_SIZES else away:
             yield Candidate(name, why[name] + "from the Hub", partial(bring, name), remote=True)
 
     choice, failed = _first(candidates(), model, tokenizer, cache)
     if choice is None:
-        nothing = "nothing else can be used" if fitting or failed else "no drafter with weights is known for this model"
-        choice = Choice(DEFAULT, None, nothing)
-        failed |= {name: "is not on this machine" for name in away if name not in failed}
+        choice = Choice(DEFAULT, None, "nothing else can be used" if fitting or failed else nothing)
+        absent = "is not on this machine" + (", and sizes alone fetch nothing" if by == BY_SIZES else "")
+        failed |= {name: absent for name in away if name not in failed}
     return _said(choice, failed)
 
 

@@ -224,7 +224,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "another size than its weights'": (config(vocab_size=9000), "its config asks for [9000, 64]"),
     "layers that are not there": (config(eagle_aux_hidden_state_layer_ids=[1, 3, 60]), "59"),
     "a number that is none": (config(num_attention_heads="four"), "num_attention_heads is 'four'"),
-    "a table that is none": (config(speculators_config=[1]), "cannot be loaded as eagle3 (AttributeError"),
+    "a table that is none": (config(speculators_config=[1]), "(AttributeError("),
     "a kind that is refused": (config(architectures=["DFlash2DraftModel"]), "DFlash 2 drafter, which is not supported"),
     "another tokenizer": (
         lambda folder: hub_cache.tokenizer(hub_cache.LETTERS[::-1]).save_pretrained(folder) and None,
@@ -335,16 +335,16 @@ ENTRIES = {"a/eagle": ("eagle3", "tiny"), "a/model": ("draft_model", "tiny")}
 def test_one_is_fetched_and_then_is_here(
     online: Hub, cache: Path, tmp_path: Path, said: Callable[[], list[str]]
 ) -> None:
-    target, models = str(llama(tmp_path / "any")), catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
+    target, models = str(llama(tmp_path / "tiny-4bit")), catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
     model, tokenizer, drafter = load(target, drafter="auto", models=models)
-    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its sizes), from the Hub"]
+    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its name), from the Hub"]
     same_text(model, tokenizer, drafter)
     assert {name for name, _ in online.asked} == {"a/eagle"}
     names = sorted(file.name for file in next(cache.glob("models--a--eagle/snapshots/*")).iterdir())
     assert names == ["config.json", "model.safetensors"]  # neither code nor the pickled copy
     online.asked.clear()
     load(target, drafter="auto", models=models)
-    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its sizes), on this machine"]
+    assert said() == ["drafter a/eagle: the eagle3 drafter for tiny (known by its name), on this machine"]
     assert online.asked == []
 
 
@@ -352,7 +352,7 @@ def test_what_is_here_comes_before_what_is_better_and_is_not(
     online: Hub, cache: Path, tmp_path: Path, said: Callable[[], list[str]]
 ) -> None:
     llama(repository(cache, "a/model"))
-    load(str(llama(tmp_path / "any")), drafter="auto", models=catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES))
+    load(str(llama(tmp_path / "tiny-4bit")), drafter="auto", models=catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES))
     assert said()[0].startswith("drafter a/model: ")
     assert online.asked == []
 
@@ -364,14 +364,14 @@ def test_offline_never_asks(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "HF_HUB_OFFLINE")
     models = catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
     model, tokenizer, drafter = load(
-        str(llama(tmp_path / "any")), drafter="auto", models=models, offline=how == "offline"
+        str(llama(tmp_path / "tiny-4bit")), drafter="auto", models=models, offline=how == "offline"
     )
     assert said() == ["drafter suffix: nothing else can be used; a/eagle: is not on this machine; a/model: is not on "
                       "this machine"]  # fmt: skip
     assert online.asked == []
     same_text(model, tokenizer, drafter)
     with pytest.raises(CheckpointError, match=r"^a/eagle is not on this machine as a whole, and"):
-        load(str(llama(tmp_path / "any")), drafter="a/eagle", models=models, offline=how == "offline")
+        load(str(llama(tmp_path / "tiny-4bit")), drafter="a/eagle", models=models, offline=how == "offline")
     assert online.asked == []
 
 
@@ -383,7 +383,7 @@ def test_a_network_that_fails_is_asked_once_and_passed_over(
 ) -> None:
     online.error = error
     models = catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
-    model, tokenizer, drafter = load(str(llama(tmp_path / "any")), drafter="auto", models=models)
+    model, tokenizer, drafter = load(str(llama(tmp_path / "tiny-4bit")), drafter="auto", models=models)
     assert said()[0].startswith("drafter suffix: nothing else can be used; a/eagle: is not on this machine")
     assert [name for name, _ in online.asked] == ["a/eagle"]
     same_text(model, tokenizer, drafter)
@@ -405,9 +405,31 @@ def test_a_repository_that_is_gone_is_said_and_the_next_fetched(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.snapshot_download", hub)
-        load(str(llama(tmp_path / "any")), drafter="auto", models=catalogue(tmp_path, {"tiny": LLAMA}, entries))
-    assert said()[0].startswith("drafter a/model: the draft_model drafter for tiny (known by its sizes), from the Hub; "
+        load(str(llama(tmp_path / "tiny-4bit")), drafter="auto", models=catalogue(tmp_path, {"tiny": LLAMA}, entries))
+    assert said()[0].startswith("drafter a/model: the draft_model drafter for tiny (known by its name), from the Hub; "
                                 "a/gone?: a/gone? cannot be fetched (no such name)")  # fmt: skip
+
+
+def test_sizes_alone_fetch_nothing(
+    online: Hub, cache: Path, tmp_path: Path, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, models = str(llama(tmp_path / "any")), catalogue(tmp_path, {"tiny": LLAMA}, ENTRIES)
+    load(target, drafter="auto", models=models)
+    here = "is not on this machine, and sizes alone fetch nothing"
+    assert said() == [f"drafter suffix: nothing else can be used; a/eagle: {here}; a/model: {here}"]
+    assert online.asked == []
+    llama(repository(cache, "a/model"))
+    load(target, drafter="auto", models=models)
+    assert said()[0].startswith("drafter a/model: the draft_model drafter for tiny (known by its sizes), on this")
+
+
+def test_sizes_of_several_families_choose_nothing(cache: Path, tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    llama(repository(cache, "a/model"))
+    models = catalogue(tmp_path, {"tiny": LLAMA, "small": LLAMA}, {"a/model": ("draft_model", "tiny")})
+    load(str(llama(tmp_path / "any")), drafter="auto", models=models)
+    assert said() == ["drafter suffix: its sizes are those of tiny and small, and no name tells which it is"]
+    load(str(llama(tmp_path / "tiny-4bit")), drafter="auto", models=models)
+    assert said()[0].startswith("drafter a/model: ")
 
 
 # The commands
@@ -417,7 +439,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-GENERATE = ("generate", "-p", "a b c", "-m", "12", "--json", "--num-draft-tokens", "3", "--model")
+GENERATE = ("generate", "-p", "a b c", "-m", "6", "--json", "--num-draft-tokens", "3", "--model")
 
 
 def test_the_commands_choose_and_say_so_once(cache: Path, tmp_path: Path) -> None:

@@ -106,6 +106,19 @@ def test_families_by_the_config_of_a_folder_that_is_called_otherwise() -> None:
     assert known.families(["mlx_model"], {})[0] == []
 
 
+@pytest.mark.parametrize(("name", "like"), [
+    ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"), ("Qwen3-8B-Base", "qwen3-8b"),
+    ("mlx-community/Meta-Llama-3-8B-Instruct", "llama-3.1-8b"), ("/models/my-deepseek-7b-4bit/", "llama-3.1-8b"),
+])  # fmt: skip
+def test_sizes_do_not_overrule_a_name_that_says_another_model(name: str, like: str) -> None:
+    known = read_catalogue()
+    sizes = known.targets[like].config or {}
+    assert known.families([name], sizes) == ([], "its name")
+    assert known.families(["mlx_model"], sizes | {"_name_or_path": name}) == ([], "its name")
+    for other in ("mlx_model", "llama", "my-model-7", "0123456789abcdef0123"):
+        assert like in known.families([other], sizes)[0]
+
+
 # What we ship
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 
 OURS = Path(__file__).parent.parent / "models.toml"
+BY_NAME, BY_SIZES = "its name", "its sizes"
 METHODS = ("dflash", "eagle3", "mtp", "gemma4_assistant", "medusa", "draft_model")
 
 
@@ -71,13 +72,24 @@ class Catalogue(NamedTuple):
 
     def families(self, names: Iterable[str], config: Mapping[str, Any]) -> tuple[list[str], str]:
         """The families that a target belongs to, and by what it was recognised. The first of `names` that is known
-        decides, then the name that its config holds, then the config's sizes."""
+        decides, then the name that its config holds, then the config's sizes unless one of these names tells that it is
+        another model: Qwen3-8B-Base has the sizes of Qwen3-8B, and another drafter."""
+        names, inner = list(names), str(config.get("_name_or_path") or "")
         for name in names:
             if found := self._named(name):
-                return found, "its name"
-        if found := self._named(str(config.get("_name_or_path") or "")):
+                return found, BY_NAME
+        if found := self._named(inner):
             return found, "the name in its config"
-        return [family.name for family in self.targets.values() if _sized(family, config)], "its sizes"
+        if any(self.tells(name) for name in (*names, inner)):
+            return [], BY_NAME
+        return [family.name for family in self.targets.values() if _sized(family, config)], BY_SIZES
+
+    def tells(self, name: str) -> bool:
+        """Whether a name says which model it is, if only one that no drafter is known for: it holds the first word of a
+        family's, as qwen or llama, and a number."""
+        lineages = {found[0] for f in self.targets.values() for n in f.names if (found := re.match("[a-z]+", n))}
+        plain = plain_name(name)
+        return re.search(r"\d", plain) is not None and not lineages.isdisjoint(re.findall("[a-z]+", plain))
 
     def _named(self, name: str) -> list[str]:
         plain = plain_name(name)
