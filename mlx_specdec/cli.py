@@ -1,7 +1,7 @@
 """What the commands share: options by mlx-lm's names, and errors as one sentence."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .decoder import SpecDecoder
     from .drafters import DrafterOptions, Maker
     from .target.model import CacheOptions
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -96,8 +98,10 @@ class ModelOptions:
         from .drafters import DEFAULT, by_name
 
         if names == AUTO:
-            return self.makers(DEFAULT)
-        self._check_files(names)
+            self._check_files(DEFAULT, "the drafter is left to auto")
+            return by_name(DEFAULT, self.drafter_options())
+        implied = names == "draft_model" and self.draft_model and self.drafter in (None, AUTO)
+        self._check_files(names, f"--draft-model is {self.draft_model}" if implied else f"the drafters are {names}")
         if AUTO in (name.strip() for name in names.split(",")):
             raise OptionError(f"the drafters are {names}; give auto alone, or a list without it")
         makers = by_name(names, self.drafter_options())
@@ -110,16 +114,20 @@ class ModelOptions:
 
         return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
 
-    def _check_files(self, names: str) -> None:
-        """Raise OptionError for a file whose drafter is not among `names`."""
+    def _check_files(self, names: str, given: str) -> None:
+        """Raise OptionError for a file whose drafter is not among `names`, which are what was `given`."""
+        for file, drafter in self._unused(names):
+            raise OptionError(f"{file} and {given}; only {drafter} uses that file, so name it as a drafter too")
+
+    def _unused(self, names: str) -> Iterator[tuple[str, str]]:
+        """The files given whose drafters are not among `names`, each with its drafter."""
         for option, drafter in (
             ("suffix_cache", "suffix"),
             ("lookup_cache_static", "ngram_cache"),
             ("lookup_cache_dynamic", "ngram_cache"),
         ):
             if getattr(self, option) is not None and drafter not in [name.strip() for name in names.split(",")]:
-                raise OptionError(f"--{option.replace('_', '-')} is {getattr(self, option)} and --drafter is {names}; "
-                                  f"name {drafter} as well")  # fmt: skip
+                yield f"--{option.replace('_', '-')} is {getattr(self, option)}", drafter
 
     def cache_options(self) -> "CacheOptions":
         """Raises OptionError."""
@@ -134,10 +142,13 @@ class ModelOptions:
         return load(source, **self._how())
 
     def choose(self, model: Any, tokenizer: Any, cache: "CacheOptions | None" = None) -> "Choice":
-        """The drafter for the model, where none is named."""
+        """The drafter for the model, where none is named. A file for another drafter is said to be of no use."""
         from .choice import choose
 
-        return choose(self.model, model, tokenizer, cache=cache, **self._how())
+        choice = choose(self.model, model, tokenizer, cache=cache, **self._how())
+        for file, drafter in self._unused(choice.name):
+            _log.warning(f"{file} and auto took {choice.name}, which does not use it; for the file, name {drafter}")
+        return choice
 
     def load_drafter(self, name: str, model: Any, tokenizer: Any) -> Any:
         """What drafts for the model under `name`: draft_model, mtp, a path or a Hub id. Raises CheckpointError and

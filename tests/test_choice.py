@@ -474,6 +474,28 @@ def test_the_users_own_catalogue_has_a_place(cache: Path, tmp_path: Path) -> Non
     assert (done.exit_code, done.stderr.partition(":")[0]) == (0, "drafter a/eagle")
 
 
+def test_a_file_for_a_drafter_that_auto_does_not_take(cache: Path, tmp_path: Path) -> None:
+    heads, memory = str(with_heads(tmp_path / "heads")), str(tmp_path / "memory")
+    done = run(*GENERATE, heads, "--suffix-cache", memory)
+    assert done.exit_code == 0
+    assert done.stderr.splitlines() == [
+        "drafter mtp: the heads inside the checkpoint",
+        f"--suffix-cache is {memory} and auto took mtp, which does not use it; for the file, name suffix",
+    ]
+    assert not Path(memory).exists()
+    plainly = str(llama(tmp_path / "any"))
+    assert run(*GENERATE, plainly, "--suffix-cache", memory).stderr == f"{NOTHING}\n"
+    assert Path(memory).exists()
+    for how, given in (
+        ((), "the drafter is left to auto"),
+        (("--draft-model", plainly), f"--draft-model is {plainly}"),
+        (("--drafter", "ngram_mod"), "the drafters are ngram_mod"),
+    ):
+        done = run(*GENERATE, plainly, "--lookup-cache-static", "F", *how)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: --lookup-cache-static is F and {given}; only ngram_cache uses that file")
+
+
 def test_a_draft_model_that_is_given_is_the_choice(cache: Path, tmp_path: Path) -> None:
     target, draft = str(with_heads(tmp_path / "any")), str(with_heads(tmp_path / "draft"))
     for how in ((), ("--drafter", "auto")):

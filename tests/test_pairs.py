@@ -357,11 +357,13 @@ def test_a_network_that_fails_is_told_from_a_repository_that_is_not_there(
     assert "\n" not in str(caught.value)
 
 
-def test_offline_and_a_name_of_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["--offline", "HF_HUB_OFFLINE"])
+def test_offline_and_a_name_of_the_catalogue(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(checkpoints, "fetch", None)
-    with pytest.raises(hub.Unreachable, match="smollm2-135m is not on this machine, and --offline is set"):
-        load("smollm2-135m", offline=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "HF_HUB_OFFLINE")
+    with pytest.raises(hub.Unreachable, match=f"smollm2-135m is not on this machine, and {how} is set"):
+        load("smollm2-135m", offline=how == "--offline")
 
 
 def test_unread_weights_stay_unread(tmp_path: Path) -> None:

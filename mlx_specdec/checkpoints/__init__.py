@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SpecDecError
 from .catalogue import read_catalogue
-from .hub import Unreachable, fetch, held, snapshot
+from .hub import Unreachable, fetch, held, hub_offline, snapshot
 from .precision import check_dtype, to_dtype
 
 if TYPE_CHECKING:
@@ -101,15 +101,17 @@ def load_with_config(
 
 
 def find(source: str | PathLike[str], *, offline: bool = False, models: Path | None = None) -> Path | None:
-    """The local file or folder that `source` names, fetched if it is in the catalogue; None for a Hub id."""
+    """The local file or folder that `source` names, fetched if it is in the catalogue, unless `offline` or
+    HF_HUB_OFFLINE says not to ask; None for a Hub id."""
     text = str(source)
     path = Path(text).expanduser()
     if text and path.exists():
         return path
     entries = read_catalogue(models).models
     if text in entries:
-        if offline and held(entries[text]) is None:
-            raise Unreachable(f"{text} is not on this machine, and --offline is set; leave that out once to fetch it")
+        if (offline or hub_offline()) and held(entries[text]) is None:
+            why = "--offline" if offline else "HF_HUB_OFFLINE"
+            raise Unreachable(f"{text} is not on this machine, and {why} is set; leave that out once to fetch it")
         return fetch(entries[text], progress=_log.info)
     looks_like_a_path = text.endswith(".gguf") or text.startswith(("/", "./", "../", "~")) or not text
     if looks_like_a_path or not isinstance(source, str):
