@@ -140,7 +140,7 @@ def _heads(target: Described) -> list[Fit]:
     try:
         layout = LAYOUTS.get(module_of(trunk_classes(target.config)[0]))
         layers = settings(target.config).get("num_hidden_layers") or 0
-        beside = any((target.path / name).is_file() for name in SIDECARS)
+        beside = _names_a_file(target) or any((target.path / name).is_file() for name in SIDECARS)
         inside = layout is not None and any(layout.of_a_head(name, layers) for name in _names(Folder(target.path)))
     except (SpecDecError, ValueError, OSError) as error:
         return [Fit(MTP, MTP, True, reason(error))]
@@ -151,6 +151,18 @@ def _heads(target: Described) -> list[Fit]:
         return []
     what = "its files hold none, as when a conversion drops them" if layout else "those of its family are not supported"
     return [Fit(MTP, MTP, True, f"its config declares {count} MTP head(s), and {what}")]
+
+
+def _names_a_file(target: Described) -> bool:
+    """Whether a target's config names a file for its heads. Raises CheckpointError for one that is not there."""
+    named = (target.config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
+    if named is None or target.path is None:
+        return False
+    if not (target.path / named).resolve().is_relative_to(target.path.resolve()):
+        raise CheckpointError(f"its config names the file {named!r}, which is not in its folder")
+    if not (target.path / named).is_file():
+        raise CheckpointError(f"its config names the file {named!r} for its MTP heads, which is missing")
+    return True
 
 
 def _names(folder: Folder) -> list[str]:

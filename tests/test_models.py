@@ -360,6 +360,25 @@ def test_heads_inside_the_checkpoint(home: Path) -> None:
     assert "no-such-model" in sentences(str(odd))[2][0]
 
 
+def test_heads_in_a_file_that_the_config_names(home: Path) -> None:
+    whole = dict(mx.load(str(with_heads(home / "with") / "model.safetensors")))
+    target = without_heads(home / "without")
+    mx.save_safetensors(str(target / "extra.safetensors"), {n: x for n, x in whole.items() if n.startswith("mtp.")})
+    said = json.loads((target / "config.json").read_text())
+    for name, wrong in (
+        ("extra.safetensors", None),
+        ("other.safetensors", "its config names the file 'other.safetensors' for its MTP heads, which is missing"),
+        (
+            "../with/model.safetensors",
+            "its config names the file '../with/model.safetensors', which is not in its folder",
+        ),
+    ):
+        (target / "config.json").write_text(json.dumps(said | {"mlx_lm_extra_tensors": {"mtp_file": name}}))
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+        lines = run(str(target)).stdout.splitlines()
+        assert ("  + mtp: the heads inside the checkpoint" if wrong is None else f"    mtp: {wrong}") in lines
+
+
 def test_a_gguf_file(home: Path) -> None:
     TinyGGUF(types={"attn": Type.Q4_1, "token_embd": Type.Q8_0}).write(home / "Qwen3-8B-Q4_K_M.gguf")
     llama(repository(home / "hub", "mlx-community/Qwen3-0.6B-4bit"))

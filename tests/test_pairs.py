@@ -331,6 +331,18 @@ def test_code_is_fetched_for_those_who_trust_it(
     assert not served.files("target") & {"pytorch_model.bin", "README.md"}
 
 
+@pytest.mark.parametrize(("named", "fetched"), [("heads/extra.safetensors", True), ("*", False), ("../x", False)])
+def test_a_file_that_the_config_names_for_its_heads_is_fetched(
+    named: str, fetched: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edit(llama(tmp_path / "target"), mlx_lm_extra_tensors={"mtp_file": named})
+    served = online(monkeypatch, cache, target=folder)
+    checkpoints.load("owner/target")
+    wanted = {pattern for _, _, patterns in served.asked for pattern in patterns}
+    assert (named in wanted) is fetched
+    assert wanted - {named} == {"config.json", *checkpoints.MODEL_FILES}
+
+
 class Answer:
     headers: dict[str, str] = {}  # noqa: RUF012
     request = None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -133,7 +134,15 @@ def _fetch_model(
     config = snapshot(repository, revision, ("config.json",), offline=offline)
     if (config / "config.json").exists():
         refuse_drafter(Folder(config), repository)
+        files = (*files, *_heads_file(Folder(config).config))
     return snapshot(repository, revision, files, offline=offline)
+
+
+def _heads_file(config: Mapping[str, Any]) -> list[str]:
+    """The file of tensors that a config names for its MTP heads, which may be called anything but a pattern."""
+    named = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
+    safe = isinstance(named, str) and re.fullmatch(r"[\w./-]+\.safetensors", named) and ".." not in named
+    return [named] if safe else []
 
 
 def refuse_drafter(files: "Folder", name: str) -> None:
