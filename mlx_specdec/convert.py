@@ -1,5 +1,6 @@
 """`python -m mlx_specdec.convert`: a checkpoint in, an MLX folder out."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,10 +33,25 @@ def command(hf_path: str, mlx_path: Path, revision: str | None, offline: bool, *
     from .checkpoints.conversion import convert
     from .checkpoints.conversion_options import Numbers
 
-    with _bar() as bar:
+    with _terminable(), _bar() as bar:
         folder = convert(hf_path, mlx_path, Numbers(**numbers), revision=revision, offline=offline, progress=bar)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     click.echo(f"{folder}: {size / 1e9:.3f} GB")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM as an exception, so that nothing half-written is left; a second one does not disturb the clearing up."""
+
+    def stop(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -6,6 +6,9 @@ import dataclasses
 import json
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -166,11 +169,14 @@ def test_the_files_beside_the_weights(tmp_path: Path) -> None:
     (source / "modeling_own.py").write_text("raise SystemExit")
     (source / "README.md").write_text("a card")
     (source / "LICENSE").write_text("a licence")
+    (source / "tiktoken.model").write_text("a vocabulary")
+    (source / "own.tiktoken").write_text("another one")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "optimizer.pt").write_bytes(b"a training state")
     convert(str(source), tmp_path / "result")
     assert {file.name for file in (tmp_path / "result").iterdir()} == {
         *("config.json", "model.safetensors.index.json", "generation_config.json", "LICENSE", "chat_template.jinja"),
+        *("tiktoken.model", "own.tiktoken"),
         *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
         *(file.name for file in source.glob("*token*")),
     }
@@ -254,6 +260,33 @@ def test_heads_go_along(tmp_path: Path, name: str) -> None:
     assert scaled <= of_heads.keys()
     assert not any("norm" in path for path in scaled)
     assert mx.allclose(drafted(packed, size), drafted(heads, size), atol=0.15)
+
+
+def test_heads_in_a_file_that_the_config_names(tmp_path: Path) -> None:
+    """They are written to another one, so that the name must not go along."""
+    source = shutil.copytree(GOLDEN / "mtp_qwen3_5", tmp_path / "source")
+    tensors = tensors_of(source)
+    mx.save_safetensors(str(source / "heads.safetensors"), {n: x for n, x in tensors.items() if "mtp." in n})
+    mx.save_safetensors(str(source / "model.safetensors"), {n: x for n, x in tensors.items() if "mtp." not in n})
+    edit(source / "config.json", lambda config: config | {"mlx_lm_extra_tensors": {"mtp_file": "heads.safetensors"}})
+    convert(str(source), tmp_path / "result")
+    model, _ = mlx_lm.utils.load_model(tmp_path / "result")
+    heads, known = (read_heads(Folder(folder), model) for folder in (tmp_path / "result", source))
+    assert same(*(dict(tree_flatten(x.parameters())) for x in (heads, known)))  # type: ignore[union-attr]
+    assert "mlx_lm_extra_tensors" not in config_of(tmp_path / "result")
+
+
+def test_a_file_of_heads_does_not_say_what_format_the_model_has(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDEN / "mtp_qwen3_5", tmp_path / "source")
+    convert(str(source), tmp_path / "known")
+    tensors = tensors_of(source)
+    (source / "model.safetensors").unlink()
+    mx.save_safetensors(str(source / "mtp.safetensors"), {n: x for n, x in tensors.items() if "mtp." in n})
+    trunk = {n: np.array(x.astype(mx.float32)) for n, x in tensors.items() if "mtp." not in n}
+    torch_files.save(source / "pytorch_model.bin", trunk)
+    convert(str(source), tmp_path / "result")
+    for pattern in ("model*.safetensors", "mtp.safetensors"):
+        assert same(tensors_of(tmp_path / "result", pattern), tensors_of(tmp_path / "known", pattern))
 
 
 def test_a_second_conversion_keeps_the_heads_as_they_are(tmp_path: Path) -> None:
@@ -341,6 +374,19 @@ def test_drafters_keep_their_layout(eagle3: Path, tmp_path: Path, drafter: str) 
     assert tensors_of(tmp_path / "again").keys() == tensors_of(source).keys()
 
 
+def test_a_drafter_that_has_the_bits_asked_for_is_kept(eagle3: Path, tmp_path: Path) -> None:
+    """Groups of another size are no reason to round again, unless they are asked for."""
+    convert(str(eagle3), tmp_path / "once", Numbers(quantize=True, q_group_size=32))
+    convert(str(tmp_path / "once"), tmp_path / "again", Numbers(quantize=True))
+    assert any(name.endswith("scales") for name in tensors_of(tmp_path / "once"))
+    assert same(tensors_of(tmp_path / "once"), tensors_of(tmp_path / "again"))
+    assert config_of(tmp_path / "once") == config_of(tmp_path / "again")
+    convert(str(tmp_path / "once"), tmp_path / "eight", Numbers(quantize=True, q_bits=8, q_group_size=32))
+    assert config_of(tmp_path / "eight")["quantization"]["bits"] == 8
+    assert not same(tensors_of(tmp_path / "once"), tensors_of(tmp_path / "eight"))
+    read_network(Folder(tmp_path / "eight"), "eagle3")
+
+
 def test_a_drafter_in_another_precision(eagle3: Path, tmp_path: Path) -> None:
     convert(str(eagle3), tmp_path / "half", Numbers(dtype="float16"))
     half, own = tensors_of(tmp_path / "half"), tensors_of(eagle3)
@@ -388,6 +434,7 @@ def test_medusa_heads(tmp_path: Path, layout: str) -> None:
 REPOSITORIES = {
     "safetensors": ({"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mtp.safetensors"}, ()),
     "pytorch": ({"pytorch_model.bin"}, ("*.safetensors",)),
+    "pytorch with heads": ({"pytorch_model.bin", "mtp.safetensors"}, ("model*.safetensors", "consolidated*")),
     "onnx": ({"model.onnx"}, ("*.safetensors", "*.bin")),
 }
 
@@ -399,7 +446,7 @@ def test_of_a_repository_only_what_is_needed_is_fetched(
     weights, without = REPOSITORIES[form]
     remote, cache = tmp_path / "remote", tmp_path / "cache"
     (remote / "onnx").mkdir(parents=True)
-    small = {"config.json", "tokenizer.json", "LICENSE", "chat_template.jinja"}
+    small = {"config.json", "tokenizer.json", "tiktoken.model", "own.tiktoken", "LICENSE", "chat_template.jinja"}
     every = {
         *("model.onnx", "onnx/model.onnx", "onnx/model_fp16.onnx", "pytorch_model.bin", "consolidated.safetensors"),
         *("README.md", "modeling_own.py", "picture.png", "mtp.safetensors"),
@@ -535,6 +582,74 @@ def test_a_pickle_with_code(source: Path, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_a_quantisation_that_is_null(source: Path, tmp_path: Path) -> None:
+    edit(source / "config.json", lambda config: config | {"quantization": None, "quantization_config": None})
+    convert(str(source), tmp_path / "packed", Numbers(quantize=True, q_group_size=32))
+    assert config_of(tmp_path / "packed")["quantization"] == {"bits": 4, "group_size": 32, "mode": "affine"}
+    convert(str(source), tmp_path / "plain")
+    assert "quantization" not in config_of(tmp_path / "plain")
+
+
+def test_a_tokenizer_that_is_no_text(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer_config.json").write_bytes(b'{"a": "\xff"}')
+    assert "UnicodeDecodeError" in refusal(source, tmp_path / "result")
+
+
+WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "text_config": ("mtp_qwen3_5", {"text_config": "text"}),
+    "extra tensors as a list": ("mtp_qwen3_5", {"mlx_lm_extra_tensors": ["mtp_file"]}),
+    "extra tensors as text": ("mtp_qwen3_5", {"mlx_lm_extra_tensors": "mtp.safetensors"}),
+    "layers": ("mtp_glm4_moe", {"num_hidden_layers": -1}),
+    "assistant without a text": ("gemma4_assistant_plain/assistant", {"text_config": {}}),
+    "assistant of a negative width": ("gemma4_assistant_plain/assistant", {"backbone_hidden_size": -1}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONFIGS)
+def test_configs_that_cannot_be(tmp_path: Path, case: str) -> None:
+    name, wrong = WRONG_CONFIGS[case]
+    source = shutil.copytree(GOLDEN / name, tmp_path / "source")
+    edit(source / "config.json", lambda config: config | wrong)
+    assert str(source) in refusal(source, tmp_path / "result")
+
+
+def test_links_are_followed_within_a_checkpoint_only(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("not of the checkpoint")
+    (source / "LICENSE").symlink_to(tmp_path / "secret")
+    assert f"LICENSE is a link to {tmp_path / 'secret'}" in refusal(source, tmp_path / "result")
+    (source / "LICENSE").unlink()
+    (source / "licence.md").write_text("a licence")
+    (source / "LICENSE").symlink_to("licence.md")
+    convert(str(source), tmp_path / "result")
+    assert (tmp_path / "result" / "LICENSE").read_text() == "a licence"
+
+
+def test_the_links_of_the_cache_are_followed(source: Path, tmp_path: Path) -> None:
+    blobs, snapshot = (tmp_path / "models--a--b" / name for name in ("blobs", "snapshots/0123"))
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in source.iterdir():
+        shutil.copy(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    convert(str(snapshot), tmp_path / "result")
+    assert (tmp_path / "result" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert not any(file.is_symlink() for file in (tmp_path / "result").iterdir())
+
+
+def test_names_of_any_length(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be written \(File name too long"):
+        convert(str(source), tmp_path / ("x" * 256))
+    convert(str(source), tmp_path / ("x" * 255))
+    assert load(tmp_path / ("x" * 255))
+
+
+def test_folders_above_go_with_a_failure_and_others_stay(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer_config.json").write_bytes(b"\xff")
+    (tmp_path / "mine").mkdir()
+    refusal(source, tmp_path / "mine" / "a" / "b" / "result")
+    assert not list((tmp_path / "mine").iterdir())
+
+
 def test_a_folder_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"result cannot be written \(.*file"):
@@ -569,7 +684,7 @@ def test_an_interrupted_run_leaves_nothing(
     result = tmp_path / "there" / "result"
     with pytest.raises(raised) as seen:
         convert(str(source), result, progress=partial(interrupting, error))
-    assert not list(result.parent.iterdir())
+    assert not result.parent.exists()
     if raised is CheckpointError:
         assert f"{result} cannot be written (No space left on device)" in str(seen.value)
 
@@ -599,6 +714,9 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"quantize": True, "dequantize": True}, "exclude each other"),
     "bits": ({"quantize": True, "q_bits": 7}, "cannot quantise so"),
     "group": ({"quantize": True, "q_group_size": 48}, "cannot quantise so"),
+    "no bits": ({"quantize": True, "q_bits": 0}, "--q-bits is 0"),
+    "no group": ({"quantize": True, "q_group_size": 0}, "--q-group-size is 0"),
+    "mode for nothing": ({"q_mode": "mxfp4"}, "--q-mode is mxfp4 and nothing is quantised"),
     "mode": ({"quantize": True, "q_mode": "int4"}, "--q-mode is 'int4'"),
     "bits for nothing": ({"q_bits": 8}, "--q-bits is 8 and nothing is quantised"),
     "recipe for nothing": ({"quant_predicate": "mixed_2_6"}, "nothing is quantised"),
@@ -635,3 +753,36 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert again.exit_code == 2
     assert again.output.startswith(f"error: {result} exists and is never overwritten")
     assert len(again.output.splitlines()) == 1
+
+
+STOPPED = """
+import sys, time
+from mlx_specdec.checkpoints import conversion
+from mlx_specdec.convert import command
+
+def wait(*_):
+    print("writing", flush=True)
+    time.sleep(60)
+
+conversion.write_model = wait
+command(sys.argv[1:])
+"""
+
+
+def test_sigterm_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    result = tmp_path / "there" / "result"
+    arguments = [sys.executable, "-c", STOPPED, "--model", str(source), "--mlx-path", str(result)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert list(result.parent.iterdir())
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not result.parent.exists()
+
+
+def test_the_command_gives_the_signal_back(source: Path, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run = CliRunner().invoke(command, ["--model", str(source), "--mlx-path", str(tmp_path / "result")])
+    assert run.exit_code == 0
+    assert signal.getsignal(signal.SIGTERM) is before

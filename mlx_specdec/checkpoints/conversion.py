@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 from . import find
 from .conversion_drafter import convert_drafter
 from .conversion_gguf import convert_gguf
-from .conversion_heads import has_heads, note_on_heads, take_along
+from .conversion_heads import has_heads, heads_beside, note_on_heads, take_along
 from .conversion_model import named_dtype, write_model
 from .conversion_options import Numbers
-from .conversion_source import copy_small_files, fetched, lazy_model, original, staged
+from .conversion_source import converting, copy_small_files, fetched, lazy_model, original, staged
 from .drafter import kind_of
 from .folder import Folder
 from .mtp import read_heads
@@ -40,7 +40,7 @@ def convert(
     cannot be read and a folder that cannot be written. Nothing is left behind then.
     """
     numbers, destination = numbers or Numbers(), Path(mlx_path).expanduser()
-    with new_folder(destination) as workshop:
+    with new_folder(destination) as workshop, converting(hf_path):
         source, result = _source(hf_path, revision, offline), workshop / "result"
         if (file := onnx_file(source)) is not None:
             copy_small_files(home(file), result)
@@ -72,7 +72,7 @@ def _convert_model(folder: Folder, stage: Folder, result: Path, numbers: Numbers
     """`folder` is what the user gave, `stage` the same as mlx-lm reads it."""
     model, config = lazy_model(folder, stage)
     dtype, entries = numbers.dtype or named_dtype(config), {}
-    source = original(folder, stage)
+    source = folder if heads_beside(folder) else original(folder, stage)
     if has_heads(source, model):
         entries = take_along(read_heads(source, model), model, numbers, dtype, result)
     elif note := note_on_heads(folder):

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .conversion_heads import model_of_heads, with_numbers, write_heads
+from .conversion_heads import model_of_heads, with_numbers, without_place, write_heads
 from .conversion_options import Config, Numbers, with_dtype
 from .drafter import read_network
 from .folder import Folder
@@ -45,14 +45,14 @@ def _planned(tensors: Tensors, config: Config, numbers: Numbers, ends: list[str]
     own = config.get("quantization") or config.get("quantization_config") or {}
     modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     packed = {module: _form(own, module) for module in modules}
-    if numbers.dequantize or (numbers.quantize and any(form != numbers.form for form in packed.values())):
-        tensors = _unpacked(tensors, packed)
+    tensors = _unpacked(tensors, {module: form for module, form in packed.items() if not numbers.keeps(form)})
     tensors = {name: with_dtype(value, numbers.dtype) for name, value in tensors.items()}
     if not numbers.quantize:
         return tensors
     planned: Tensors = {}
+    form = _common(own, numbers)
     for name, value in tensors.items():
-        planned |= _packed(name, value, numbers) if _is_linear(name, value, ends) else {name: value}
+        planned |= _packed(name, value, form) if _is_linear(name, value, ends) else {name: value}
     return planned
 
 
@@ -60,6 +60,12 @@ def _form(settings: Config, module: str) -> Config:
     """group_size, bits and mode of a packed module, as `fill` reads them."""
     known = settings.get(module) or settings
     return {"mode": "affine"} | {key: known[key] for key in ("group_size", "bits", "mode") if key in known}
+
+
+def _common(settings: Config, numbers: Numbers) -> Config:
+    """How all are packed that have no form of their own: as they were, if that is what is asked for."""
+    known = _form(settings, "")
+    return known if {"group_size", "bits"} <= known.keys() and numbers.keeps(known) else numbers.form
 
 
 def _unpacked(tensors: Tensors, forms: dict[str, Config]) -> Tensors:
@@ -79,18 +85,21 @@ def _is_linear(name: str, value: mx.array, ends: list[str]) -> bool:
     return inner and value.ndim == 2 and mx.issubdtype(value.dtype, mx.floating)
 
 
-def _packed(name: str, value: mx.array, numbers: Numbers) -> Tensors:
-    if value.shape[-1] % numbers.form["group_size"]:
+def _packed(name: str, value: mx.array, form: Config) -> Tensors:
+    if value.shape[-1] % form["group_size"]:
         return {name: value}
-    packed = mx.quantize(value, **numbers.form)
+    packed = mx.quantize(value, **form)
     return {name.removesuffix("weight") + part: x for part, x in zip(PARTS, packed, strict=False)}
 
 
 def _config(config: Config, numbers: Numbers) -> Config:
+    config, own = without_place(config), config.get("quantization") or config.get("quantization_config") or {}
     if numbers.dequantize or numbers.quantize:
         config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     if numbers.quantize:
-        config |= {"quantization": numbers.form, "quantization_config": numbers.form}
+        kept = {at: form for at, form in own.items() if isinstance(form, dict) and numbers.keeps(_form(form, ""))}
+        said = _common(own, numbers) | kept
+        config |= {"quantization": said, "quantization_config": said}
     if numbers.dtype:
         config = {key: numbers.dtype if key in ("torch_dtype", "dtype") else value for key, value in config.items()}
     return config

@@ -10,8 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..networks.mtp import MtpConfig, MtpNetwork
 from .conversion_options import Config, Numbers, cast, forms, make_dense, quantising
-from .conversion_source import SIDECARS
-from .folder import Folder, read_tensors
+from .folder import SIDECARS, Folder, read_tensors
 from .mtp_layout import LAYOUTS, MIMO, NEXTN, QWEN, Layout, declared, module_of, settings, trunk_classes
 from .writing import SIDECAR, Tensors, save
 
@@ -28,16 +27,29 @@ def has_heads(folder: Folder, model: nn.Module) -> bool:
     layout, layers = layout_of(model), settings(folder.config).get("num_hidden_layers", 0)
     if layout is None:
         return False
+    return heads_beside(folder) or any(
+        layout.of_a_head(name, layers) for file in folder.files() for name in read_tensors(file)
+    )
+
+
+def heads_beside(folder: Folder) -> bool:
+    """Whether heads are in a file of their own, beside the model's."""
     named = (folder.config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
-    if named is not None or any((folder.path / name).is_file() for name in SIDECARS):
-        return True
-    return any(layout.of_a_head(name, layers) for file in folder.files() for name in read_tensors(file))
+    return named is not None or any((folder.path / name).is_file() for name in SIDECARS)
 
 
 def note_on_heads(folder: Folder) -> str | None:
     """What is to be said of a model converted without heads, if its config speaks of some."""
     count = declared(folder.config)
     return f"{folder.path} declares {count} MTP head(s) and holds none that can be used" if count else None
+
+
+def without_place(config: Config) -> Config:
+    """A config that does not name the file of the heads, which are now in one that is looked for by itself."""
+    said = config.get("mlx_lm_extra_tensors") or {}
+    others = {key: value for key, value in said.items() if key != "mtp_file"}
+    config = {key: value for key, value in config.items() if key != "mlx_lm_extra_tensors"}
+    return config | {"mlx_lm_extra_tensors": others} if others else config
 
 
 def take_along(

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .conversion_heads import without_place
 from .conversion_options import Config, Numbers, cast, forms, make_dense, quantising
 from .gguf import with_quantisation
 from .precision import DTYPES
@@ -33,7 +34,7 @@ def write_model(
     """
     from mlx_lm.utils import save_config
 
-    model, config = _with_numbers(model, config, numbers, dtype)
+    model, config = _with_numbers(model, without_place(config), numbers, dtype)
     parameters: Any = tree_flatten(model.parameters())
     tensors = dict(parameters)
     del parameters

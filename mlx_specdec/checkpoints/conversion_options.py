@@ -46,7 +46,12 @@ class Numbers:
             if getattr(self, name) is not None and not self.quantize:
                 option = name.replace("_", "-")
                 raise OptionError(f"--{option} is {getattr(self, name)} and nothing is quantised; give --quantize too")
+        if self.q_mode != "affine" and not self.quantize:
+            raise OptionError(f"--q-mode is {self.q_mode} and nothing is quantised; give --quantize too")
         if self.quantize:
+            for name in ("q_bits", "q_group_size"):
+                if (value := getattr(self, name)) is not None and value < 1:
+                    raise OptionError(f"--{name.replace('_', '-')} is {value}; choose one that MLX has")
             with quantising():
                 mx.quantize(mx.zeros((1, 512)), **self.form)
 
@@ -54,7 +59,9 @@ class Numbers:
     def form(self) -> Config:
         """group_size, bits and mode."""
         group_size, bits = DEFAULTS[self.q_mode]
-        return {"group_size": self.q_group_size or group_size, "bits": self.q_bits or bits, "mode": self.q_mode}
+        if self.q_group_size is not None:
+            group_size = self.q_group_size
+        return {"group_size": group_size, "bits": bits if self.q_bits is None else self.q_bits, "mode": self.q_mode}
 
     def keeps(self, form: Config) -> bool:
         """Whether packed weights of that form stay to the bit: they do, unless others were asked for. Affine is what is

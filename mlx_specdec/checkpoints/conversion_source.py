@@ -1,21 +1,22 @@
 """What a conversion reads: the files of a checkpoint, found, checked, and laid out as mlx-lm reads them."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from ..errors import CheckpointError
-from .folder import Folder, read_tensors
+from ..errors import CheckpointError, SpecDecError
+from .folder import SIDECARS, Folder, is_within, read_tensors
 from .hub import snapshot
 from .mtp_layout import trunk_classes
 from .writing import save
 
-SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")  # of heads: no part of the trunk
 # Of a repository, only what the result or the conversion needs, and of its formats only the first that it has.
 SMALL = (
-    *("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tokenization_*.py"),
+    *("*.json", "*.jinja", "*.txt", "*.tiktoken", "tiktoken.model", "tokenizer.model", "tokenization_*.py"),
     *("LICENSE*", "NOTICE*", "additional_chat_templates/*"),
 )
 FORMATS = (
@@ -25,11 +26,27 @@ FORMATS = (
     ("*.onnx", "*.onnx*data*"),
     ("onnx/decoder_model_merged.onnx*", "onnx/model.onnx*"),
 )
+QUANTISATION = ("quantization", "quantization_config")  # which mlx-lm takes for a table wherever they are there
 COPIED = (
-    *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.*", "merges.txt"),
+    *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "tiktoken.model", "vocab.*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
     *("generation_config.json", "LICENSE*", "NOTICE*"),
 )
+
+
+@contextmanager
+def converting(source: str) -> Iterator[None]:
+    """Whatever is wrong with a checkpoint as one sentence: a config can be wrong in as many ways as its readers have
+    exceptions."""
+    try:
+        yield
+    except (SpecDecError, ImportError, OSError):  # the second is no checkpoint's fault, the third the disk's
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
+        raise CheckpointError(
+            f"{source} cannot be converted ({type(error).__name__}: {said}); check that it is whole"
+        ) from error
 
 
 def fetched(repository: str, revision: str | None, offline: bool = False) -> Path:
@@ -37,7 +54,8 @@ def fetched(repository: str, revision: str | None, offline: bool = False) -> Pat
     folder = snapshot(repository, revision, SMALL, offline=offline)
     for files in FORMATS:
         folder = snapshot(repository, revision, (*SMALL, *files), offline=offline)
-        if any(path for pattern in files for path in folder.glob(pattern)):
+        found = (path for pattern in files for path in folder.glob(pattern))
+        if any(str(path.relative_to(folder)) not in SIDECARS for path in found):
             break
     return folder
 
@@ -89,11 +107,12 @@ def lazy_model(folder: Folder, stage: Folder) -> tuple[nn.Module, dict[str, Any]
 
     _check_architecture(folder)
     try:
-        return load_model(stage.path, lazy=True, get_model_classes=trunk_classes)
+        model, config = load_model(stage.path, lazy=True, get_model_classes=trunk_classes)
     except Exception as error:  # a checkpoint can be wrong in as many ways as mlx-lm's models have exceptions
         said = " ".join(str(error).split())[:300].rstrip(".").replace(str(stage.path), str(folder.path))
         raise CheckpointError(f"{folder.path} does not fit its config.json ({type(error).__name__}: {said}); "
                               "fetch it again") from error  # fmt: skip
+    return model, {key: value for key, value in config.items() if value is not None or key not in QUANTISATION}
 
 
 def _check_architecture(folder: Folder) -> None:
@@ -119,13 +138,16 @@ def _check_architecture(folder: Folder) -> None:
 
 def copy_small_files(folder: Path, result: Path) -> None:
     """The tokenizer, the chat template, how to generate, and the licence. No code, unless the tokenizer is made of it:
-    then it is copied, not run."""
+    then it is copied, not run. Raises CheckpointError for a link to what is no part of the checkpoint."""
     patterns = list(COPIED)
     if (file := folder / "tokenizer_config.json").is_file() and "auto_map" in file.read_text(encoding="utf-8"):
         patterns.append("*.py")
     for pattern in patterns:
         for file in folder.glob(pattern):
             if file.is_file():
+                if not is_within(file, folder):
+                    raise CheckpointError(f"{file} is a link to {file.resolve()}, which is no part of the checkpoint; "
+                                          "put the file itself there")  # fmt: skip
                 target = result / file.relative_to(folder)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)

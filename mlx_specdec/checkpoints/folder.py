@@ -15,6 +15,9 @@ from .pickled import read_pickled
 FEW = 8  # names listed in a message
 PICKLED = (".bin", ".pt", ".pth")
 
+# Files of heads beside a model's own, which do not say in what format these are.
+SIDECARS = ("mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors")
+
 # An index of shards, and the files that there are without one. Other .bin and .pt files are states of a training.
 FORMS = (
     ("model.safetensors.index.json", ("*.safetensors",)),
@@ -64,11 +67,16 @@ class Folder:
 
         Raises CheckpointError when there are none or the index is wrong.
         """
+        heads: list[Path] = []
         for index, patterns in FORMS:
             if (self.path / index).exists():
                 return self._indexed(self.path / index)
-            if files := sorted(file for pattern in patterns for file in self.path.glob(pattern)):
-                return files
+            files = sorted(file for pattern in patterns for file in self.path.glob(pattern))
+            if own := [file for file in files if file.name not in SIDECARS]:
+                return own
+            heads += files
+        if heads:
+            return heads
         raise CheckpointError(f"{self.path} holds no .safetensors file and no pytorch_model.bin; fetch the checkpoint "
                               "again")  # fmt: skip
 
@@ -85,6 +93,15 @@ class Folder:
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{index} names {name}, which is missing; fetch the checkpoint again")
         return [self.path / name for name in names]
+
+
+def is_within(file: Path, folder: Path) -> bool:
+    """Whether a file, links followed, lies in the folder of a checkpoint or, in the Hub's cache, among the contents
+    that the links of its snapshots are made to."""
+    whole, target = folder.resolve(), file.resolve()
+    snapshot = next((at for at in (whole, *whole.parents) if at.parent.name == "snapshots"), None)
+    blobs = snapshot.parent.parent / "blobs" if snapshot else None
+    return target.is_relative_to(whole) or (blobs is not None and target.is_relative_to(blobs))
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:

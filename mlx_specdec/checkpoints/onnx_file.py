@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import CheckpointError
+from .folder import is_within
 
 # onnx.TensorProto.DataType: how numpy reads it from a file of external data.
 DTYPES = {1: "<f4", 2: "u1", 3: "i1", 6: "<i4", 7: "<i8", 10: "<f2", 11: "<f8", 16: "<u2"}
@@ -76,6 +77,9 @@ class OnnxFile:
                 f"{self.path} keeps {tensor.name} in the file {str(place)!r}, which is not in its folder; do not use it"
             )
         file, dtype, shape = self.path.parent / place, self._dtype(tensor), tuple(tensor.dims)
+        if not is_within(file, self.path.parent):
+            raise CheckpointError(f"{self.path} keeps {tensor.name} in {place}, a link to a file which is not in its "
+                                  "folder; put the file itself there")  # fmt: skip
         if not file.is_file():
             raise CheckpointError(f"{self.path} keeps weights in {place}, which is missing; fetch it as well")
         size = math.prod(shape) * dtype.itemsize

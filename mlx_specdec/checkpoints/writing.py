@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ Progress = Callable[[int, int], object]  # bytes written, and to be written
 Tensors = dict[str, mx.array]
 
 SIDECAR = "mtp.safetensors"  # the file of the heads
+NAMED = 40  # letters of its name that a hidden folder repeats; with all, it may be longer than a name can be
 SHARD = 5 << 30  # the largest that the Hub and mlx-lm like
 
 
@@ -26,11 +27,11 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises OptionError where `path` exists, CheckpointError where it cannot be written.
     """
-    if path.exists() or path.is_symlink():
-        raise OptionError(f"{path} exists and is never overwritten; remove it or choose another path (--mlx-path)")
+    prefix = f".{path.name[:NAMED]}."
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as workshop:
+        if path.exists() or path.is_symlink():
+            raise OptionError(f"{path} exists and is never overwritten; remove it or choose another path (--mlx-path)")
+        with _parents(path), tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as workshop:
             result = Path(workshop) / "result"
             result.mkdir()
             yield Path(workshop)
@@ -39,10 +40,24 @@ def new_folder(path: Path) -> Iterator[Path]:
             result.rename(path)
     except OSError as error:
         said = error.strerror or " ".join(str(error).split())
-        if isinstance(error.filename, str) and not error.filename.startswith(str(path.parent / f".{path.name}.")):
+        if isinstance(error.filename, str) and not error.filename.startswith(str(path.parent / prefix)):
             said += f": {error.filename}"
         raise CheckpointError(f"{path} cannot be written ({said}); free space there or choose another path "
                               "(--mlx-path)") from error  # fmt: skip
+
+
+@contextmanager
+def _parents(path: Path) -> Iterator[None]:
+    """Make the folders above `path`; those that were not there go again if what is done then fails."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # not made, or in use by others
+                folder.rmdir()
+        raise
 
 
 def _to_disk(file: Path) -> None:
