@@ -6,19 +6,16 @@ fails for it.
 """
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .checkpoints import find
 from .checkpoints.catalogue import BY_SIZES, Drafter, read_catalogue
-from .checkpoints.folder import Folder
 from .checkpoints.hub import Unreachable, cached, hub_offline
 from .drafters import DEFAULT
 from .errors import SpecDecError, UnsupportedModelError
-from .pairs import MTP, PICKLED_FILES, load_drafter, load_heads
+from .pairs import MTP, PICKLED_FILES, identity, load_drafter, load_heads
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -93,6 +90,7 @@ def choose(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         models=models,
+        warn=False,
     )
     heads = partial(load_heads, source, model, dtype=dtype, revision=revision, offline=True, models=models)
 
@@ -142,24 +140,6 @@ def _said(choice: Choice, failed: Mapping[str, str]) -> Choice:
 def reason(error: Exception) -> str:
     """What is wrong, without what to do about it."""
     return " ".join(str(error).split()).partition("; ")[0].rstrip(".")
-
-
-def identity(source: str, revision: str | None = None, models: Path | None = None) -> tuple[list[str], dict[str, Any]]:
-    """What a target on this machine may be recognised by: its names, and its config; that is empty where there is none
-    to be read without its weights."""
-    try:
-        path = find(source, offline=True, models=models) or cached(source, revision)
-    except SpecDecError:
-        path = None
-    if path is None:
-        return [source], {}
-    place = path.resolve()
-    names = [source, place.name]
-    if path.is_file():
-        return [*names, place.parent.name], {}
-    if found := re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+$", place.as_posix()):
-        names.append(f"{found[1]}/{found[2]}")
-    return names, Folder(path).config
 
 
 def _arguments(model: "nn.Module") -> dict[str, Any]:

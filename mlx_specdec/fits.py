@@ -13,10 +13,10 @@ from .checkpoints.drafter import kind_of
 from .checkpoints.folder import Folder
 from .checkpoints.gguf_drafter import checkpoint
 from .checkpoints.hub import cached, repositories
-from .choice import identity, on_this_machine, reason
+from .choice import on_this_machine, reason
 from .drafters.pairing import MadeFor, check_tokenizers, compare, made_for, of_target
 from .errors import CheckpointError, SpecDecError
-from .pairs import MTP, carried_tokenizer, reading
+from .pairs import MTP, carried_tokenizer, identity, reading
 
 MODEL = "draft_model"
 

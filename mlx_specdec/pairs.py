@@ -1,5 +1,7 @@
 """The drafter that a user named: heads in the target's checkpoint, a drafter's checkpoint, or a smaller model."""
 
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -9,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoints
 from .checkpoints.catalogue import read_catalogue
 from .checkpoints.drafter import kind_of, read_network
+from .checkpoints.folder import Folder
 from .checkpoints.gguf_drafter import SUFFIX, checkpoint
-from .checkpoints.hub import snapshot
+from .checkpoints.hub import cached, snapshot
 from .checkpoints.mtp import read_heads
 from .checkpoints.precision import check_dtype, to_dtype
 from .drafters.pairing import MadeFor, check_tokenizers, compare, made_for
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from .drafters.base import DrafterModel
+
+_log = logging.getLogger(__name__)
 
 MTP = "mtp"
 MODELS = {
@@ -46,13 +51,15 @@ def load_drafter(
     trust_remote_code: bool = False,
     offline: bool = False,
     models: Path | None = None,
+    warn: bool = True,
 ) -> "DrafterModel | nn.Module":
     """What drafts for `model`, which `load` brought from `target`: "mtp" is the heads inside that checkpoint; anything
     else is a folder, a .gguf file, a name of the catalogue or a Hub id, whose kind is told from its files.
 
     Returns a drafter's weights, or a whole model for an ordinary checkpoint; either is what SpecDecoder and
     stream_generate take as `drafter`. What its config says of its target and the tokenizer that it carries, if any, are
-    compared before its weights are fetched and read. `offline` and `models` are those of `checkpoints.load`. Raises
+    compared before its weights are fetched and read; another name than the target's is logged unless `warn` is False,
+    and no reason to refuse it. `offline` and `models` are those of `checkpoints.load`. Raises
     CheckpointError and PairingError.
     """
     check_dtype(dtype)
@@ -76,12 +83,42 @@ def load_drafter(
         check_tokenizers(tokenizer, draft_tokenizer)
         return draft
     config = checkpoint(hub.folder(source, CONFIG)).config
-    compare(kind, made_for(kind, config), MadeFor(hidden_size(model), len(model.layers)))
+    wanted = made_for(kind, config)
+    compare(kind, wanted, MadeFor(hidden_size(model), len(model.layers)))
+    if warn and wanted.name and (other := _other_name(wanted.name, target, models)):
+        _log.warning(f"the drafter {source} says that it was made for {wanted.name}, and this is {other}")
     files = checkpoint(hub.weights(source))
     if (own := carried_tokenizer(files.path)) is not None:
         check_tokenizers(tokenizer, own, "drafter")
     with reading(source, kind):
         return _wrap(kind, read_network(files, kind), dtype)
+
+
+def _other_name(wanted: str, target: str, models: Path | None) -> str | None:
+    """A target's name, if that and the name of the target that is `wanted` tell clearly that these are two models."""
+    known = read_catalogue(models)
+    names = [name for name in identity(target, models=models)[0] if known.tells(name)]
+    if not names or not known.tells(wanted) or any(known.same(name, wanted) for name in names):
+        return None
+    return names[0]
+
+
+def identity(source: str, revision: str | None = None, models: Path | None = None) -> tuple[list[str], dict[str, Any]]:
+    """What a target on this machine may be recognised by: its names, and its config; that is empty where there is none
+    to be read without its weights."""
+    try:
+        path = checkpoints.find(source, offline=True, models=models) or cached(source, revision)
+    except SpecDecError:
+        path = None
+    if path is None:
+        return [source], {}
+    place = path.resolve()
+    names = [source, place.name]
+    if path.is_file():
+        return [*names, place.parent.name], {}
+    if found := re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+$", place.as_posix()):
+        names.append(f"{found[1]}/{found[2]}")
+    return names, Folder(path).config
 
 
 def load_heads(

@@ -205,6 +205,24 @@ def test_a_broken_config_is_one_sentence_and_no_traceback(tmp_path: Path) -> Non
         assert str(folder) in refusal(target, str(edit(folder, **changes)))
 
 
+@pytest.mark.parametrize(("target", "wanted", "warns"), [
+    ("Qwen3-8B-Base-4bit", "Qwen/Qwen3-8B", True), ("Qwen3-8B-4bit", "Qwen/Qwen3-8B", False),
+    ("Qwen3-8B-4bit", "/ckpt/final-3", False), ("mlx_model", "Qwen/Qwen3-8B", False),
+    ("gemma-3-27b-it", "google/gemma-3-text-27b-it", False), ("Llama-3.1-8B", "meta-llama/Llama-3.3-70B", True),
+])  # fmt: skip
+def test_another_name_is_said_and_never_refused(
+    target: str, wanted: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied("eagle3_speculators_variant", tmp_path / "d")
+    speculators = json.loads((folder / "config.json").read_text())["speculators_config"]
+    speculators["verifier"]["name_or_path"] = wanted
+    edit(folder, speculators_config=speculators)
+    assert pair(llama(tmp_path / target), str(folder))[2].name == "eagle3"
+    said = [record.getMessage() for record in caplog.records if record.name == "mlx_specdec.pairs"]
+    sentence = f"the drafter {folder} says that it was made for {wanted}, and this is {tmp_path / target}"
+    assert said == ([sentence] if warns else [])
+
+
 # Names that are no drafter's
 
 

@@ -91,6 +91,10 @@ class Catalogue(NamedTuple):
         plain = plain_name(name)
         return re.search(r"\d", plain) is not None and not lineages.isdisjoint(re.findall("[a-z]+", plain))
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two names are of one model, or of one family."""
+        return plain_name(name) == plain_name(other) or not set(self._named(name)).isdisjoint(self._named(other))
+
     def _named(self, name: str) -> list[str]:
         plain = plain_name(name)
         return [f.name for f in self.targets.values() if any(fnmatchcase(plain, pattern) for pattern in f.names)]
