@@ -141,8 +141,9 @@ def _fetch_model(
 def _heads_file(config: Mapping[str, Any]) -> list[str]:
     """The file of tensors that a config names for its MTP heads, which may be called anything but a pattern."""
     named = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
-    safe = isinstance(named, str) and re.fullmatch(r"[\w./-]+\.safetensors", named) and ".." not in named
-    return [named] if safe else []
+    if isinstance(named, str) and re.fullmatch(r"[\w./-]+\.safetensors", named) and ".." not in named:
+        return [named]
+    return []
 
 
 def refuse_drafter(files: "Folder", name: str) -> None:
