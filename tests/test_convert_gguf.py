@@ -131,7 +131,10 @@ def test_float32_is_what_the_file_says(tmp_path: Path, dense: bool) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 256}
     source = SOURCES["qwen3"].with_(wide, {"embedding_length": 256, "feed_forward_length": 256})
     tensors = {name: x + np.float32(1e-5) if "norm" in name else x for name, x in source.tensors().items()}
-    source.write(tmp_path / "m.gguf", tensors, {"ffn_up": Type.Q4_K, "ffn_down": Type.Q6_K}, random=True, **TOKENIZER)
+    types = {"ffn_up": Type.Q4_K, "ffn_down": Type.Q6_K, "ffn_gate": Type.Q8_0, "attn_": Type.Q8_0,
+             "token_embd": Type.Q8_0, "output.weight": Type.Q8_0}  # fmt: skip
+    source.write(tmp_path / "m.gguf", tensors, types, random=True, **TOKENIZER)
+    assert load_gguf(GGUFFile(tmp_path / "m.gguf")).model.norm.weight.dtype == mx.float16
     convert(str(tmp_path / "m.gguf"), tmp_path / "result", Numbers(dtype="float32", dequantize=dense))
     result: Any = mlx_lm.load(str(tmp_path / "result"))[0]
     if dense:
