@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .rounds import Round
 
-ENOUGH = 12  # rounds that show whether a drafter fits at all
+ENOUGH = 20  # rounds that show whether a drafter fits at all
 
 
 @dataclass
