@@ -207,8 +207,8 @@ class SpecDecoder:
         if of is not None and of.hopeless(over) and name not in self._accused:
             self._accused.add(name)
             _log.warning(
-                f"of {of.drafted} drafts of {name} {sum(of.stood)} were right: perhaps it was made for another model or "
-                "version, or its checkpoint is converted wrongly; the text is the same, but for speed use another "
+                f"of {of.drafted} drafts of {name} {sum(of.stood)} were right: perhaps it was made for another model or"
+                " version, or its checkpoint is converted wrongly; the text is the same, but for speed use another "
                 "drafter"
             )
 

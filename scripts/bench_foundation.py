@@ -152,7 +152,8 @@ def ngram(
 def worst(questions: Path, tokens: int, repeats: int) -> None:
     """The default drafter against plain decoding on one prompt of every group, each by itself."""
     model, tokenizer = load()
-    with SpecDecoder(model, tokenizer, by_name("suffix")) as decoder:
+    forgetful = DrafterOptions(suffix_max_cached_requests=0)  # or the second repeat would be drafted from the first
+    with SpecDecoder(model, tokenizer, by_name("suffix", forgetful)) as decoder:
         ways = {"plain": ours(decoder, tokens, 0, prefill=False), "suffix": ours(decoder, tokens, prefill=False)}
         ratios = []
         for question in choose(read_questions(questions), 1):

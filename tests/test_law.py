@@ -44,7 +44,7 @@ TINY = {
     "num_key_value_heads": 1,
     "head_dim": 8,
 }
-RUNS, FEW = 1500, 400
+RUNS, FEW = 1000, 400
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.2},

@@ -18,10 +18,9 @@ from ..errors import CheckpointError
 from ..networks.mtp import MtpConfig, MtpNetwork
 from ..target.model import evaluate
 from ..target.taps import trunk
-from .folder import Folder, fill, read_tensors
+from .folder import SIDECARS, Folder, fill, read_tensors
 from .mtp_layout import LAYOUTS, Layout, Tensors, declared, module_of, settings
 
-SIDECARS = ("mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors")
 NORM = re.compile(r"norm\.weight$")
 
 

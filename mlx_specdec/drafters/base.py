@@ -1,7 +1,7 @@
 """What a drafter is: something that proposes tokens, and is told what became certain."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -66,6 +66,14 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The sequence is over. What the drafter keeps for later ones, if anything, it keeps now."""
+
+
+@runtime_checkable
+class BlockDrafter(Protocol):
+    """A drafter that makes its whole block at once: fewer tokens cost it no less, and are worse drafted in a shorter
+    block. So it is asked for all that there is room for, and its draft is cut."""
+
+    block_size: int
 
 
 class DrafterModel(Protocol):

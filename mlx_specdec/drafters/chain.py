@@ -6,7 +6,7 @@ from ..draft_length import DraftLength
 from ..errors import OptionError
 from ..features import FeatureRequest, Features
 from ..sampling import Sampler
-from .base import NOTHING, Draft, Drafter
+from .base import NOTHING, BlockDrafter, Draft, Drafter
 
 
 class Chain:
@@ -60,8 +60,11 @@ class Chain:
 
     def _ask(self, drafter: Drafter, last: int, room: int, sampler: Sampler) -> Draft:
         limit = min(room, self.length.limit(drafter))
-        draft = drafter.propose(last, limit, sampler) if limit > 0 else NOTHING
-        return draft.head(self.length.cut(drafter, draft)) if len(draft.tokens) else NOTHING
+        if limit <= 0:
+            return NOTHING
+        asked = min(room, drafter.max_draft) if isinstance(drafter, BlockDrafter) else limit
+        draft = drafter.propose(last, max(asked, limit), sampler)
+        return draft.head(min(limit, self.length.cut(drafter, draft))) if len(draft.tokens) else NOTHING
 
     def close(self, unseen: Sequence[int]) -> None:
         """The sequence is over, after tokens that nobody observed; those who keep what they saw see them now."""

@@ -63,6 +63,7 @@ class DFlashDrafter:
         config = network.config
         self.wants = FeatureRequest(layers=config.target_layer_ids)
         self._first = 0 if config.sample_from_anchor else 1  # the row of the block that gives the first draft
+        self.block_size = config.block_size
         self.max_draft = config.block_size - self._first
         self.start(())
 

@@ -63,6 +63,21 @@ def test_the_first_with_something_to_say_drafts() -> None:
     assert second.heard == [*begun, *over]
 
 
+class Blocks(Saying):
+    block_size = 4
+
+
+def test_a_block_is_drafted_whole_and_cut() -> None:
+    """A shorter block drafts worse and costs no less."""
+    drafter = Blocks("block", [1, 2, 3])
+    chain = Chain([drafter], Fixed(1))
+    assert chain.propose(9, 5, ANY).tokens.tolist() == [1]
+    assert chain.propose(9, 2, ANY).tokens.tolist() == [1]
+    assert len(Chain([drafter], Fixed(0)).propose(9, 5, ANY).tokens) == 0
+    asked = [heard[1] for heard in drafter.heard if heard[0] == "propose"]
+    assert asked == [min(5, drafter.max_draft), min(2, drafter.max_draft)]
+
+
 def test_nobody_says_anything() -> None:
     chain = Chain([Saying("silent", [])], Fixed(2))
     assert len(chain.propose(9, 5, ANY).tokens) == 0
