@@ -2,6 +2,7 @@
 
 import mlx_specdec  # noqa: F401  # isort: skip
 
+import math
 import subprocess
 import sys
 import threading
@@ -252,10 +253,11 @@ def test_cancelled_and_run_again(kind: str, drafter: str, how: str) -> None:
 def test_a_stream_is_cancelled_from_another_thread() -> None:
     cancel = threading.Event()
     endless = zoo.build("llama", vocab=VOCAB, max_position_embeddings=10**9)
+    no_end = SamplingParams(logit_bias=dict.fromkeys(TOKENIZER.eos_token_ids, -math.inf))
     with SpecDecoder(endless, TOKENIZER, draft_model=endless) as decoder:
         timer = threading.Timer(0.3, cancel.set)
         timer.start()
-        (said,) = at_once(lambda: list(decoder.stream(prompt(0), max_tokens=-1, cancel=cancel)))
+        (said,) = at_once(lambda: list(decoder.stream(prompt(0), no_end, max_tokens=-1, cancel=cancel)))
         assert said
         assert said[-1].finish_reason is None
 
