@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..networks.dflash import DFlash, DFlashConfig, Sight
+from .draft_vocab import draft_ids
 from .folder import Folder, fill
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -205,18 +206,8 @@ def _rows(tensors: dict[str, mx.array], name: str) -> int | None:
 
 
 def _draft_ids(folder: Folder, config: DFlashConfig, tensors: dict[str, mx.array]) -> mx.array | None:
-    """Which tokens its head's rows stand for; None: the row's number. `d2t` holds the offset of the token from the row,
-    in some files the token itself; `t2d` says for each token whether it has a row."""
-    if "d2t" not in tensors or config.draft_vocab_size is None:
-        if config.draft_vocab_size not in (None, config.vocab_size):
-            raise CheckpointError(f"{folder.path} has a head of {config.draft_vocab_size} rows for a vocabulary of "
-                                  f"{config.vocab_size} and no d2t; fetch the checkpoint again")  # fmt: skip
+    """Which tokens its own head's rows stand for; None: the row's number."""
+    if config.draft_vocab_size is None:
         return None
-    given = np.array(tensors["d2t"]).astype(np.int64)
-    known = np.array(tensors["t2d"]).astype(bool) if "t2d" in tensors else np.ones(config.vocab_size, dtype=bool)
-    for ids in (given + np.arange(len(given)), given):
-        inside = ids.min() >= 0 and ids.max() < len(known) and len(set(ids.tolist())) == len(ids)
-        if len(ids) == config.draft_vocab_size and inside and known[ids].all():
-            return mx.array(ids.astype(np.int32))
-    raise CheckpointError(f"{folder.path}: d2t does not give each of the {config.draft_vocab_size} rows of the head a "
-                          f"token of its own below {config.vocab_size}; fetch the checkpoint again")  # fmt: skip
+    ids = draft_ids(folder.path, config.draft_vocab_size, config.vocab_size, tensors.get("d2t"), tensors.get("t2d"))
+    return None if ids is None else mx.array(ids.astype(np.int32))

@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, mx.array], str]] = {
     "d2t beyond": (
         speculators(draft_vocab_size=5),
         {**drawn(lm_head__weight=(5, HIDDEN)), "d2t": mx.array([0, 0, 0, 0, 70])},
-        "d2t does not give each of the 5 rows",
+        "d2t names tokens twice or beyond the vocabulary",
     ),
     "a tensor missing": (
         ZLAB, {k: v for k, v in drawn().items() if k != "layers.1.mlp.up_proj.weight"}, "lacks layers.1.mlp.up_proj"
