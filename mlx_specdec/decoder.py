@@ -21,7 +21,7 @@ from .drafters.draft_model import DraftModel
 from .drafters.pairing import check_tokenizers
 from .errors import CheckpointError, OptionError, SpecDecError
 from .rounds import Round, rounds
-from .sampling import LogitsProcessor, Sampler, SamplingParams
+from .sampling import LogitsProcessor, Sampler, SamplingParams, log_probabilities
 from .stats import DrafterStats, Stats
 from .target.model import CacheOptions, Target
 from .target.threads import give_up_streams_at_thread_end
@@ -35,13 +35,14 @@ _log = logging.getLogger(__name__)
 class GenerationResponse:
     """One token of the output, in the shape of mlx-lm's response, with `stats` beside it.
 
-    logprobs float32 [vocab] are the target's; prompt_tps and generation_tps are tokens per second; peak_memory is in
+    scores float32 [vocab] are the target's logits after processors, logprobs float32 [vocab], computed where they are
+    read, its log-probabilities; prompt_tps and generation_tps are tokens per second; peak_memory is in
     GB; finish_reason is "stop", "length" or, before the last response, None.
     """
 
     text: str
     token: int
-    logprobs: mx.array
+    scores: mx.array
     from_draft: bool
     prompt_tokens: int
     prompt_tps: float
@@ -50,6 +51,10 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None
     stats: Stats
+
+    @property
+    def logprobs(self) -> mx.array:
+        return log_probabilities(self.scores)
 
 
 class SpecDecoder:
@@ -254,7 +259,7 @@ class SpecDecoder:
                         yield GenerationResponse(
                             text=piece,
                             token=token,
-                            logprobs=emitted.logprobs[place],
+                            scores=emitted.scores[place],
                             from_draft=from_draft,
                             prompt_tokens=prompt_tokens,
                             prompt_tps=prompt_tokens / (first - began),

@@ -128,8 +128,8 @@ def ranks(
     last = prompt[-1]
     logits = list(score(decoder.target, prompt, output[:-1], rows=1))
     for token, row in zip(output, logits, strict=True):
-        logprobs = sampler.logprobs(row[None], mx.array([last]))
-        p = np.array(mx.softmax(sampler.filtered(logprobs), axis=-1)[0])
+        judged = sampler.judged(sampler.scores(row[None], mx.array([last])))
+        p = np.array(mx.softmax(sampler.filtered(judged), axis=-1)[0])
         above = p[(p > p[token]) | ((p == p[token]) & (np.arange(p.size) < token))].sum()
         places.append(float(above + random.random() * p[token]))
         sampler.advance([last])

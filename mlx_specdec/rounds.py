@@ -17,14 +17,15 @@ from .verify import Verdict, verify
 
 
 class Round(NamedTuple):
-    """What one round emitted: `tokens`, the first `accepted` of them drafted, with their log-probabilities.
+    """What one round emitted: `tokens`, the first `accepted` of them drafted, with the target's logits float32 [vocab]
+    after processors (`scores`).
 
     `drafter` is who drafted, None if nobody did. Seconds: `drafting` until the draft's graph is built, `verifying` the
     wait for the device, which computes the draft as well, `host` all other work since the round before was handed out.
     """
 
     tokens: list[int]
-    logprobs: list[mx.array]
+    scores: list[mx.array]
     drafter: str | None
     drafted: int
     accepted: int
@@ -37,7 +38,7 @@ class Pass(NamedTuple):
     """A verify pass, not evaluated yet."""
 
     verdict: Verdict
-    logprobs: list[mx.array]  # the verdict's, row by row
+    scores: list[mx.array]  # the verdict's, row by row
     features: Features | None
     state: list  # the cache's arrays
 
@@ -96,7 +97,7 @@ def rounds(
         read = clock()
         drafted, name = len(draft.tokens), chain.winner.name if chain.winner else None
         yield Round(
-            tokens, this.logprobs, name, drafted, accepted, proposed - started, read - built, built - proposed + after
+            tokens, this.scores, name, drafted, accepted, proposed - started, read - built, built - proposed + after
         )
         resumed = clock()
         committed = [last, *tokens[:-1]]
@@ -116,4 +117,4 @@ def _verify(sequence: Sequence, last: mx.array, draft: Draft, sampler: Sampler, 
     """One pass over [last, *draft]; last is int32 [1]."""
     logits, features = sequence.forward(mx.concatenate([last, draft.tokens]), begin=begin)
     verdict = verify(logits, last, draft, sampler)
-    return Pass(verdict, list(verdict.logprobs), features, sequence.state)
+    return Pass(verdict, list(verdict.scores), features, sequence.state)

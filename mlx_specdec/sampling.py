@@ -89,6 +89,11 @@ def _whole(value: object, least: int) -> bool:
     return type(value) is int and value >= least
 
 
+def log_probabilities(scores: mx.array) -> mx.array:
+    """Of logits float32 [..., vocab]."""
+    return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+
 class Sampler:
     """Chooses the tokens of one sequence, of which `offset` are in the target's cache.
 
@@ -143,17 +148,20 @@ class Sampler:
         """These tokens are in the cache now."""
         self._history.extend(tokens)
 
-    def logprobs(self, logits: mx.array, fed: mx.array, start: int = 0) -> mx.array:
-        """Log-probabilities float32 [n, vocab] after processors, of logits [n, vocab] that follow fed[: start + i + 1].
+    def scores(self, logits: mx.array, fed: mx.array, start: int = 0) -> mx.array:
+        """Logits float32 [n, vocab] after processors, of logits [n, vocab] that follow fed[: start + i + 1].
 
         `fed` int32 [start + n] are the tokens after the history: `last`, then drafted ones.
         """
-        if self.processors:
-            tokens = mx.concatenate([mx.array(self._history.tokens), fed.astype(mx.int32)])
-            before = self.offset + start + 1
-            rows = [self._process(logits[i : i + 1], tokens[: before + i]) for i in range(logits.shape[0])]
-            logits = mx.concatenate(rows)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if not self.processors:
+            return logits
+        tokens = mx.concatenate([mx.array(self._history.tokens), fed.astype(mx.int32)])
+        before = self.offset + start + 1
+        return mx.concatenate([self._process(logits[i : i + 1], tokens[: before + i]) for i in range(logits.shape[0])])
+
+    def judged(self, scores: mx.array) -> mx.array:
+        """What `pick` takes, float32 [n, vocab]: log-probabilities; at temperature 0 the scores themselves will do."""
+        return scores if self.greedy else log_probabilities(scores)
 
     def _process(self, row: mx.array, tokens: mx.array) -> mx.array:
         for process in self.processors:
@@ -174,7 +182,8 @@ class Sampler:
         return logprobs * (1 / params.temperature)
 
     def pick(self, logprobs: mx.array, start: int = 0) -> mx.array:
-        """The target's own choice int32 [n] for rows that follow start, start + 1, ... fed tokens after `last`.
+        """The target's own choice int32 [n] for rows (`judged`) that follow start, start + 1, ... fed tokens after
+        `last`.
 
         The noise of a row depends on the seed and its absolute position alone.
         """
@@ -198,7 +207,7 @@ class Sampler:
         NaN, and also where all tokens that the drafter knows are forbidden.
         """
         bounded = mx.clip(mx.nan_to_num(logits, nan=-BOUND), -BOUND, BOUND)
-        logprobs = self.logprobs(bounded, fed, start=fed.shape[0] - 1)
+        logprobs = self.judged(self.scores(bounded, fed, start=fed.shape[0] - 1))
         if self.greedy or self.choose is not None:
             return mx.argmax(logprobs, axis=-1).astype(mx.int32), None
         if self.matches:

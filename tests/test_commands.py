@@ -377,9 +377,9 @@ def accept_one_more(picks: mx.array, draft: mx.array) -> mx.array:
 class Skewed(Sampler):
     """Every row of a pass but the first is judged a little wrongly."""
 
-    def logprobs(self, logits: mx.array, fed: mx.array, start: int = 0) -> mx.array:
+    def scores(self, logits: mx.array, fed: mx.array, start: int = 0) -> mx.array:
         logits = logits + mx.arange(logits.shape[0])[:, None] * mx.sin(mx.arange(logits.shape[1]))
-        return super().logprobs(logits, fed, start)
+        return super().scores(logits, fed, start)
 
 
 @pytest.mark.parametrize("broken", [accept_all, accept_one_more])

@@ -241,7 +241,7 @@ def with_weights_of_p(rule: Callable) -> Callable:
 
 
 def penalties_blind_to_drafts(self: Sampler, logits: mx.array, fed: mx.array, start: int = 0) -> mx.array:
-    rows = [ORIGINAL_LOGPROBS(self, row[None], fed[:1]) for row in logits]
+    rows = [ORIGINAL_SCORES(self, row[None], fed[:1]) for row in logits]
     return mx.concatenate(rows)
 
 
@@ -249,7 +249,7 @@ def one_key_a_round(self: Sampler, stream: int, ahead: int, within: int) -> mx.a
     return ORIGINAL_KEY(self, 0, 0, 0)
 
 
-ORIGINAL_LOGPROBS, ORIGINAL_KEY = Sampler.logprobs, Sampler._key
+ORIGINAL_SCORES, ORIGINAL_KEY = Sampler.scores, Sampler._key
 Patch = tuple[Any, str, Callable] | None
 
 CONTROLS: dict[str, tuple[str, str, Callable[[str], Drafter], Patch]] = {
@@ -273,7 +273,7 @@ CONTROLS: dict[str, tuple[str, str, Callable[[str], Drafter], Patch]] = {
         "token",
         "penalties",
         DRAFTERS["bigram"],
-        (Sampler, "logprobs", penalties_blind_to_drafts),
+        (Sampler, "scores", penalties_blind_to_drafts),
     ),
     "one noise for all": ("token", "plain", DRAFTERS["bigram"], (Sampler, "_key", one_key_a_round)),
     "one noise for all, coupled": ("coupled", "plain", DRAFTERS["bigram"], (Sampler, "_key", one_key_a_round)),

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_specdec.errors import OptionError
-from mlx_specdec.sampling import Sampler, SamplingParams
+from mlx_specdec.sampling import Sampler, SamplingParams, log_probabilities
 
 VOCAB = 50
 
@@ -114,7 +114,7 @@ def test_every_row_has_its_own_history(params: dict[str, Any], prompt: list[int]
     logits = random_logits(len(fed))
     ours = sampler(prompt, **params)
     ours.advance([prompt[-1], *generated])
-    logprobs = ours.logprobs(logits, mx.array(fed))
+    logprobs = log_probabilities(ours.scores(logits, mx.array(fed)))
     assert logprobs.dtype == mx.float32
     for i, row in enumerate(logits):
         history = [*prompt, *generated, *fed[: i + 1]]
@@ -124,7 +124,7 @@ def test_every_row_has_its_own_history(params: dict[str, Any], prompt: list[int]
         theirs = theirs - mx.logsumexp(theirs, keepdims=True)
         assert mx.array_equal(logprobs[i], theirs[0])
         assert mx.allclose(logprobs[i], mx.array(by_hand(history, row.tolist(), params)), atol=1e-5)
-        alone = ours.logprobs(row[None], mx.array(fed[: i + 1]), start=i)
+        alone = log_probabilities(ours.scores(row[None], mx.array(fed[: i + 1]), start=i))
         assert mx.array_equal(logprobs[i : i + 1], alone)
     assert mx.array_equal(logits, random_logits(len(fed)))  # mlx-lm's penalties write in place
 
@@ -138,7 +138,7 @@ def test_a_long_history():
         tokens += piece
     logits = random_logits(1)
     want = by_hand([*tokens, 6], logits[0].tolist(), {"frequency_penalty": 0.1, "frequency_context_size": 5000})
-    assert mx.allclose(ours.logprobs(logits, mx.array([6]))[0], mx.array(want), atol=1e-4)
+    assert mx.allclose(log_probabilities(ours.scores(logits, mx.array([6])))[0], mx.array(want), atol=1e-4)
 
 
 def test_a_processor_gets_the_tokens_so_far_and_one_row():
@@ -150,7 +150,7 @@ def test_a_processor_gets_the_tokens_so_far_and_one_row():
 
     ours = sampler([7, 8, 9], [process])
     ours.advance([9, 4])
-    logprobs = ours.logprobs(random_logits(3), mx.array([5, 6, 1]))
+    logprobs = log_probabilities(ours.scores(random_logits(3), mx.array([5, 6, 1])))
     assert seen == [([7, 8, 9, 4, 5, 6, 1][: 5 + i], (1, VOCAB)) for i in range(3)]
     assert mx.argmax(logprobs, axis=-1).tolist() == [2, 2, 2]
 
@@ -162,7 +162,9 @@ def test_processors_follow_the_penalties_in_order():
         return lambda _, logits: order.append(name) or mx.minimum(logits, 50.0)
 
     logits = mx.zeros((1, VOCAB))
-    logprobs = sampler([0], [named("a"), named("b")], logit_bias={4: 100.0, 5: 100.0}).logprobs(logits, mx.array([0]))
+    logprobs = log_probabilities(
+        sampler([0], [named("a"), named("b")], logit_bias={4: 100.0, 5: 100.0}).scores(logits, mx.array([0]))
+    )
     assert order == ["a", "b"]
     assert mx.allclose(logprobs[0, 4:6], mx.array([0.5, 0.5]).log())
 
@@ -175,7 +177,7 @@ def test_a_choosing_function_gets_one_row_at_a_time():
         return mx.argmin(logprobs, axis=-1)
 
     ours, logits = sampler([0], (), choose, temperature=0.8), random_logits(3)
-    logprobs = ours.logprobs(logits, mx.array([1, 2, 3]))
+    logprobs = log_probabilities(ours.scores(logits, mx.array([1, 2, 3])))
     picks = ours.pick(logprobs)
     assert ours.matches
     assert not ours.greedy
@@ -197,7 +199,7 @@ def picks(sizes: Sequence[int], seed: int | None, **params: Any) -> list[int]:
         rows = logits[place : place + size]
         if not rows.shape[0]:
             return chosen
-        chosen += ours.pick(ours.logprobs(rows, mx.array([0] * rows.shape[0]))).tolist()
+        chosen += ours.pick(log_probabilities(ours.scores(rows, mx.array([0] * rows.shape[0])))).tolist()
         ours.advance([0] * rows.shape[0])
         place += size
     return chosen
@@ -213,7 +215,7 @@ def test_the_same_seed_picks_the_same_in_rounds_of_any_size(sizes: Sequence[int]
 def test_refused_rows_leave_no_trace():
     """The noise of a place is the same whether or not a draft was judged there before."""
     ours, logits = sampler([1, 2], seed=4, **COUPLED), random_logits(6)
-    logprobs = ours.logprobs(logits, mx.zeros((6,)))
+    logprobs = log_probabilities(ours.scores(logits, mx.zeros((6,))))
     first = ours.pick(logprobs)
     ours.advance([1, 1])
     assert mx.array_equal(ours.pick(logprobs[2:]), first[2:])
@@ -276,7 +278,7 @@ def test_a_draft_is_drawn_from_the_distribution_that_it_reports():
     params = {"temperature": 0.8, "top_k": 6, "presence_penalty": 1.0, "logit_bias": {2: 1.0}, "acceptance": "token"}
     logits, fed, counts = random_logits(1), mx.array([6, 7]), [0] * VOCAB
     ours = sampler([4, 5], **params)
-    want = mx.softmax(ours.filtered(ours.logprobs(logits, fed, start=1)), axis=-1)
+    want = mx.softmax(ours.filtered(log_probabilities(ours.scores(logits, fed, start=1))), axis=-1)
     for seed in range(800):
         token, q = sampler([4, 5], seed=seed, **params).draft(logits, fed)
         assert (token.shape, token.dtype, q.shape, q.dtype) == ((1,), mx.int32, (1, VOCAB), mx.float32)
@@ -295,7 +297,7 @@ def test_where_drafts_must_match_the_draft_is_the_targets_own_choice(params: dic
         token, q = ours.draft(logits[i : i + 1], mx.array(drafted))
         assert q is None
         drafted.append(token.item())
-    assert ours.pick(ours.logprobs(logits, mx.array(drafted[:5]))).tolist() == drafted[1:]
+    assert ours.pick(log_probabilities(ours.scores(logits, mx.array(drafted[:5])))).tolist() == drafted[1:]
 
 
 # --- independence of the streams of noise
@@ -404,7 +406,7 @@ GOOD = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
 def test_good_values_work(name: str, value: Any):
     ours = sampler([1, 2], **{"temperature": 1.0, name: value})
-    logprobs = ours.logprobs(random_logits(2), mx.array([2, 3]))
+    logprobs = log_probabilities(ours.scores(random_logits(2), mx.array([2, 3])))
     tokens = ours.pick(logprobs)
     assert not mx.isnan(logprobs).any().item()
     assert ((tokens >= 0) & (tokens < VOCAB)).all().item()

@@ -13,7 +13,7 @@ import pytest
 from mlx_specdec.drafters.base import NOTHING, Draft, Drafter
 from mlx_specdec.drafters.draft_model import DraftModel
 from mlx_specdec.drafters.ngram_simple import NgramSimple
-from mlx_specdec.sampling import Sampler, SamplingParams
+from mlx_specdec.sampling import Sampler, SamplingParams, log_probabilities
 from mlx_specdec.target.model import Target
 from mlx_specdec.verify import Verdict, verify
 from tests import zoo
@@ -74,8 +74,8 @@ def test_matching_the_targets_own_picks(acceptance: str, seed: int, place: int):
     logits, ours = random_logits(5, seed), sampler(**params, presence_penalty=1.0)
     fed = [LAST.item()]
     for i in range(5):  # what it picks depends, through the penalty, on what it picked before
-        logprobs = ours.logprobs(logits[i : i + 1], mx.array(fed), start=i)
-        fed.append(ours.pick(logprobs, start=i).item())
+        scores = ours.scores(logits[i : i + 1], mx.array(fed), start=i)
+        fed.append(ours.pick(ours.judged(scores), start=i).item())
     picks = fed[1:]
     verdict = verify(logits, LAST, Draft(mx.array(changed(picks[:4], place))), ours)
     assert verdict.accepted.item() == place
@@ -152,7 +152,7 @@ def test_without_a_draft_the_target_picks(params: dict[str, Any]):
         logits, ours = random_logits(1, seed), sampler(**params, seed=seed)
         verdict = verify(logits, LAST, NOTHING, ours)
         assert verdict.accepted.item() == 0
-        assert verdict.tokens.tolist() == ours.pick(ours.logprobs(logits, LAST)).tolist()
+        assert verdict.tokens.tolist() == ours.pick(ours.judged(ours.scores(logits, LAST))).tolist()
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
@@ -162,15 +162,15 @@ def test_shapes_and_types(params: dict[str, Any], k: int):
     verdict = verify(logits, LAST, Draft(mx.arange(k, dtype=mx.int32)), sampler(**params, seed=0))
     assert (verdict.accepted.shape, verdict.accepted.dtype) == ((), mx.int32)
     assert (verdict.tokens.shape, verdict.tokens.dtype) == ((k + 1,), mx.int32)
-    assert (verdict.logprobs.shape, verdict.logprobs.dtype) == ((k + 1, VOCAB), mx.float32)
+    assert (verdict.scores.shape, verdict.scores.dtype) == ((k + 1, VOCAB), mx.float32)
 
 
 @pytest.mark.parametrize("params", RULES)
 def test_log_probabilities_are_the_targets_after_penalties_and_before_filters(params: dict[str, Any]):
     ours = sampler(**params, seed=0, top_k=2, frequency_penalty=0.5)
     logits, draft = random_logits(3), mx.array([7, 4])
-    want = ours.logprobs(logits, mx.array([7, 7, 4]))
-    assert mx.array_equal(verify(logits, LAST, Draft(draft), ours).logprobs, want)
+    want = log_probabilities(ours.scores(logits, mx.array([7, 7, 4])))
+    assert mx.array_equal(log_probabilities(verify(logits, LAST, Draft(draft), ours).scores), want)
     counts = np.zeros((3, VOCAB))
     for i, history in enumerate(([5, 6, 7], [5, 6, 7, 7], [5, 6, 7, 7, 4])):
         np.add.at(counts[i], history, 1)
