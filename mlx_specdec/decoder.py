@@ -13,13 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .draft_length import Auto, Fixed, Measured
+from .draft_length import Auto, Fixed
 from .drafters import Maker, by_name
 from .drafters.base import Drafter
 from .drafters.chain import Chain
 from .drafters.draft_model import DraftModel
 from .drafters.pairing import check_tokenizers
 from .errors import CheckpointError, OptionError, SpecDecError
+from .measured import Measured
 from .rounds import Round, rounds
 from .sampling import LogitsProcessor, Sampler, SamplingParams, log_probabilities
 from .stats import DrafterStats, Stats

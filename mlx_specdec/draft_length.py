@@ -6,22 +6,28 @@ of k tokens. The k with the most tokens per second is chosen, 0 included. What a
 its length is learned while running, since it is the same on no two machines; so are the chances, by drafter.
 """
 
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from .drafters.base import Draft, Drafter
+from .measured import Chances, Costs, Measured
 
 
 class Outcome(NamedTuple):
-    """One round: who drafted (None: nobody), what, how much of it stood, and the seconds that the round took."""
+    """One round: who drafted (None: nobody), how many tokens, what the round emitted, and the seconds that it took."""
 
     drafter: Drafter | None
-    draft: Draft
-    accepted: int
+    drafted: int
+    tokens: Sequence[int]
     seconds: float
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
 
 
 class DraftLength(Protocol):
@@ -65,32 +71,23 @@ class Fixed:
         return {"num_draft_tokens": self.k}
 
 
-class Measured:
-    """What streams of one decoder measured, shared by them: costs, chances, and the two accounts of `Auto`."""
-
-    def __init__(self) -> None:
-        self.costs: dict[str, Costs] = {}  # of a round by its rows; free drafters share one curve
-        self.chances: dict[str, Chances] = {}
-        self.plain = Costs()
-        self.lost = 0.0  # seconds against plain decoding, negative where drafting won
-        self.probed = 0.0  # seconds against the pace
-        self.total = 0.0
-        self.pace = 0.0  # seconds of a token, of late
-
-
 class Auto:
     """Chooses by measurement, and never loses much by it. One for each stream.
 
+    What a free drafter proposes is compared with what came, verified or not. Of one that takes time, that is known
+    only by drafting; so there are probes, one token of a drafter that does not promise to pay now. A free drafter is
+    probed as well when what its drafts cost was not measured for `OLD` rounds.
+
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
-    time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time. A probe
-    is one token of a drafter that does not promise to pay now; without probes nobody would see that it does again.
+    time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time.
     """
 
-    START, SHARE = 1.5, 0.01
+    START, SHARE, OLD = 1.5, 0.01, 64
 
     def __init__(self, measured: Measured | None = None) -> None:
         self._measured = Measured() if measured is None else measured
         self.chosen: dict[str, int] = {}  # by drafter, the newest choice
+        self._proposed: list[tuple[Drafter, Draft]] = []  # in this round, for nothing
         self._probing = False  # the draft that is under way is a probe
         self._waiting = False  # nothing was drafted in the last round
         self._after_nothing = 1.0  # accepted tokens in rounds that follow one without a draft, on average
@@ -100,140 +97,100 @@ class Auto:
         return drafter.max_draft if drafter.free else self._choose(drafter, drafter.max_draft, None)
 
     def cut(self, drafter: Drafter, draft: Draft) -> int:
-        return self._choose(drafter, len(draft.tokens), draft.confidence) if drafter.free else len(draft.tokens)
+        if not drafter.free:
+            return len(draft.tokens)
+        self._proposed.append((drafter, draft))
+        return self._choose(drafter, len(draft.tokens), draft.confidence)
 
     def look_ahead(self) -> bool:
         # A draft that is found one token late gives one token less; not looking ahead costs the host's part of a pass.
         return self._after_nothing < 0.05
 
     def record(self, outcome: Outcome) -> None:
-        known, drafter, drafted = self._measured, outcome.drafter, len(outcome.draft.tokens)
+        known, drafter = self._measured, outcome.drafter
+        known.rounds += 1
         known.total += outcome.seconds
         pace = outcome.seconds / (outcome.accepted + 1)
         known.pace += (pace - known.pace) / 16 if known.pace else pace
         if self._waiting:
             self._after_nothing += (outcome.accepted - self._after_nothing) / 16
         self._waiting = drafter is None
+        for who, draft in self._proposed:
+            seen = min(len(draft.tokens), len(outcome.tokens))
+            self._chances(who).add(seen, _agree(draft, outcome.tokens), draft.confidence)
+        self._proposed.clear()
         if drafter is None:
-            known.plain.add(1, outcome.seconds)
+            known.add_plain(outcome.seconds)
             return
-        self._curve(drafter).add(drafted + 1, outcome.seconds)
-        self._chances(drafter).add(drafted, outcome.accepted, outcome.draft.confidence)
-        plain = known.plain.seconds(1)
-        known.lost = max(known.lost + outcome.seconds - (outcome.accepted + 1) * plain, -8 * plain)
+        if not drafter.free:
+            self._chances(drafter).add(outcome.drafted, outcome.accepted, None)
+        plain = known.plain or outcome.seconds
+        seconds = min(outcome.seconds, self._worst(drafter, outcome.drafted) * plain)  # more is an accident
+        curve = self._curve(drafter)
+        curve.add(outcome.drafted + 1, seconds)
+        curve.newest = known.rounds
+        known.lost = max(known.lost + seconds - (outcome.accepted + 1) * plain, -8 * plain)
         if self._probing:
-            known.probed += max(outcome.seconds - (outcome.accepted + 1) * known.pace, 0.0)
+            known.probed += max(seconds - (outcome.accepted + 1) * known.pace, 0.0)
 
     def state(self) -> dict[str, Any]:
         known = self._measured
         curves, chances = list(known.costs.items()), list(known.chances.items())  # others may be adding to them
         return {
             "num_draft_tokens": "auto",
-            "plain_seconds": known.plain.seconds(1) if known.plain.known else None,
+            "plain_seconds": known.plain,
             "lost_seconds": known.lost,
             "probed_seconds": known.probed,
             "chosen": dict(self.chosen),
-            "seconds_by_rows": {
-                name or "free": {str(rows): seconds for rows, seconds in costs.points} for name, costs in curves
-            },
-            "chances": {name: [round(of.at(place, None), 3) for place in range(1, 9)] for name, of in chances},
+            "seconds_by_rows": {name or "free": of.state() for name, of in curves},
+            "chances": {name: of.state() for name, of in chances},
         }
 
     def _choose(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
         self.chosen[drafter.name] = chosen = self._best(drafter, most, confidence)
         return chosen
 
-    def _curve(self, drafter: Drafter) -> "Costs":
+    def _curve(self, drafter: Drafter) -> Costs:
         return self._measured.costs.setdefault("" if drafter.free else drafter.name, Costs())
 
-    def _chances(self, drafter: Drafter) -> "Chances":
+    def _chances(self, drafter: Drafter) -> Chances:
         return self._measured.chances.setdefault(drafter.name, Chances())
+
+    def _worst(self, drafter: Drafter, k: int) -> int:
+        """What a round with k drafts can cost, in plain rounds: its rows one by one, and as much for each draft."""
+        return k + 1 if drafter.free else 2 * k + 1
 
     def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
         """The k with the most tokens per second, or a probe if that is 0 and the account can bear one."""
-        known = self._measured
-        if not known.plain.known:
+        known, curve, chances = self._measured, self._curve(drafter), self._chances(drafter)
+        plain = known.plain
+        if plain is None:
             return 0  # the first round of all tells what plain decoding costs
-        plain, curve, chances = known.plain.seconds(1), self._curve(drafter), self._chances(drafter)
+        account = self.START * plain + self.SHARE * known.total
         best, rate = 0, 1 / plain
         tokens = stands = 1.0
-        # Never more than twice the rows that were measured: what is not known is approached step by step.
+        # Never more than twice the rows that were measured: what is not known is approached step by step, and only
+        # where the account can bear the worst.
         for k in range(1, min(most, max(2 * curve.most, 2) - 1) + 1):
             stands *= chances.at(k, confidence)
             tokens += stands
             seconds = curve.seconds(k + 1, plain)
-            if tokens / seconds > rate:
+            if tokens / seconds > rate and (
+                curve.sure(k + 1) or known.lost + (self._worst(drafter, k) - tokens) * plain <= account
+            ):
                 best, rate = k, tokens / seconds
-        account = self.START * plain + self.SHARE * known.total
         self._probing = best == 0
         if best > 0:
             return best if known.lost <= account else 0
+        if most == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < self.OLD):
+            return 0
         cost = curve.seconds(2, plain)
         affords = max(known.lost + cost - plain, known.probed + cost - known.pace) <= account
-        return int(most > 0 and affords)
+        return int(affords)
 
 
-class Costs:
-    """Seconds by size: the median of the last measurements, a straight line between and beyond the sizes measured."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}
-        self.points: list[tuple[int, float]] = []  # size and seconds, ascending
-
-    @property
-    def known(self) -> bool:
-        return bool(self.points)
-
-    @property
-    def most(self) -> int:
-        return self.points[-1][0] if self.points else 0
-
-    def add(self, size: int, seconds: float) -> None:
-        self._seen.setdefault(size, deque(maxlen=9)).append(seconds)
-        rising, points = 0.0, []
-        for known, measured in sorted(self._seen.items()):
-            rising = max(rising, median(measured))  # more rows never cost less: noise says so now and then
-            points.append((known, rising))
-        self.points = points  # at once: requests of other threads look at any time
-
-    def seconds(self, size: int, plain: float | None = None) -> float:
-        """`plain`, if given, is a measurement of size 1 from elsewhere."""
-        points = self.points if plain is None else [(1, plain), *self.points]
-        place = bisect_left(points, (size,))
-        if place < len(points) and points[place][0] == size:
-            return points[place][1]
-        if place == 0 or len(points) == 1:
-            return points[0][1]
-        (low, a), (high, b) = points[place - 1 : place + 1] if place < len(points) else points[-2:]
-        return a + (b - a) * (size - low) / (high - low)
-
-
-class Chances:
-    """How often draft i of a drafter stands when those before it did: recent counts, by place or by confidence.
-
-    A place that was rarely reached borrows from the drafter's other places.
-    """
-
-    KEEP, BORROW, HOPE = 0.9, 4.0, 0.6
-
-    def __init__(self) -> None:
-        self._counts: dict[int, tuple[float, float]] = {}
-
-    def at(self, place: int, confidence: Sequence[float] | None) -> float:
-        stood, tried = self._counts.get(_bucket(place, confidence), (0.0, 0.0))
-        all_stood, all_tried = self._counts.get(0, (0.0, 0.0))
-        hope = self.HOPE if confidence is None else confidence[place - 1]
-        overall = (all_stood + hope) / (all_tried + 1)
-        return (stood + self.BORROW * overall) / (tried + self.BORROW)
-
-    def add(self, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
-        for place in range(1, min(accepted + 1, drafted) + 1):
-            stood = float(place <= accepted)
-            for bucket in (0, _bucket(place, confidence)):
-                before, tried = self._counts.get(bucket, (0.0, 0.0))
-                self._counts[bucket] = (before * self.KEEP + stood, tried * self.KEEP + 1)
-
-
-def _bucket(place: int, confidence: Sequence[float] | None) -> int:
-    """Places 1, 2, ... for drafters that say nothing of their confidence; tenths of it, below 0, for the others."""
-    return min(place, 16) if confidence is None else -1 - int(10 * confidence[place - 1])
+def _agree(draft: Draft, tokens: Sequence[int]) -> int:
+    """How many of the drafted tokens came."""
+    # No slice of an MLX array here: it would have to wait for a pass that is under way.
+    pairs = zip(np.array(draft.tokens).tolist(), tokens, strict=False)
+    return sum(accumulate((drafted == token for drafted, token in pairs), mul))

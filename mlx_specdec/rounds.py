@@ -110,7 +110,7 @@ def rounds(
         last = tokens[-1]
         remaining -= len(tokens)
         after = clock() - resumed
-        chain.length.record(Outcome(chain.winner, draft, accepted, read - started + after))
+        chain.length.record(Outcome(chain.winner, drafted, tokens, read - started + after))
 
 
 def _verify(sequence: Sequence, last: mx.array, draft: Draft, sampler: Sampler, begin: bool = False) -> Pass:

@@ -170,7 +170,12 @@ class Suffix:
         best = own if own.score >= earlier.score else earlier
         if not best.tokens:
             return NOTHING
-        return Draft(mx.array(best.tokens, dtype=mx.int32), confidence=tuple(best.chances))
+        # The counts know nothing of how long a string they follow, and mostly there was one occurrence: measured on
+        # outputs of SmolLM2, its next token came again in 0.37, 0.59, 0.73, 0.80 and 0.95 of the cases after 1, 2, 3, 6
+        # and 16 tokens.
+        lengths = range(best.matched, best.matched + len(best.tokens))
+        confidence = tuple(c * n / (n + 2) for c, n in zip(best.chances, lengths, strict=True))
+        return Draft(mx.array(best.tokens, dtype=mx.int32), confidence=confidence)
 
     def settle(self, drafted: int, accepted: int) -> None:
         pass

@@ -41,12 +41,13 @@ class Rule(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A draft, the expected number of its tokens that stand, which is the sum of the products of their `chances`, and
-    these: the estimated probability of each where those before it stand."""
+    """A draft after a match of `matched` tokens, the expected number of its tokens that stand, which is the sum of the
+    products of their `chances`, and these: the estimated probability of each where those before it stand."""
 
     tokens: list[int]
     score: float
     chances: list[float]
+    matched: int = 0
 
 
 class SuffixTree:
@@ -149,7 +150,7 @@ class SuffixTree:
             if most >= best.score:
                 guess = self._follow(node, offset, context, ends, most, rule.min_token_prob)
                 if guess.score >= best.score:
-                    best = guess
+                    best = guess._replace(matched=matched)
         return best
 
     def _follow(self, node: int, offset: int, context: array, ends: list[int], most: int, floor: float) -> Guess:

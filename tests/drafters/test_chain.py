@@ -91,13 +91,14 @@ def test_a_drafter_that_keeps_failing_yields_its_turn() -> None:
     wrong, right = Saying("wrong", [1, 2, 3]), Saying("right", [4, 5, 6])
     length = Auto()
     chain = Chain([wrong, right], length)
-    length.record(Outcome(None, NOTHING, 0, 1.0))
+    length.record(Outcome(None, 0, [4], 1.0))
     turns = []
     for _ in range(60):
         draft = chain.propose(9, 8, ANY)
         turns.append(chain.winner.name if chain.winner else "")
-        accepted = len(draft.tokens) if chain.winner is right else 0
-        length.record(Outcome(chain.winner, draft, accepted, 1 + len(draft.tokens) / 6))
+        k = len(draft.tokens)
+        tokens = [4, 5, 6, 7][: k + 1] if chain.winner is right else [4]
+        length.record(Outcome(chain.winner, k, tokens, 1 + k / 6))
     assert turns[30:].count("right") >= 25
     assert turns[30:].count("wrong") <= 4
 

@@ -63,7 +63,7 @@ def definition(texts: Sequence[Sequence[int]], depth: int, context: list[int], l
     children: dict[tuple, list[tuple]] = {}
     for string in seen:
         children.setdefault(string[:-1], []).append(string)
-    best: tuple[list[int], float, list[float]] = ([], 0.0, [])
+    best: tuple[list[int], float, list[float], int] = ([], 0.0, [], 0)
     for matched in range(1, len(context)):
         string = tuple(context[-matched:])
         if string not in seen:
@@ -81,7 +81,7 @@ def definition(texts: Sequence[Sequence[int]], depth: int, context: list[int], l
             score += prob
             string = child
         if score >= best[1]:
-            best = tokens, score, chances
+            best = tokens, score, chances, matched
     return best
 
 
@@ -141,7 +141,7 @@ def test_probabilities_and_score(filler: int):
         assert guess.score == pytest.approx(score)
         assert guess.chances == pytest.approx([3 / 4, 2 / 3, 1][: len(tokens)])
     confidence = drafter.propose(1, 24, ANY).confidence
-    assert confidence == pytest.approx((3 / 4, 2 / 3, 1))  # what the draft says of itself
+    assert confidence == pytest.approx((3 / 4 * 1 / 3, 2 / 3 * 2 / 4, 1 * 3 / 5)), "less after shorter strings"
 
 
 def test_the_best_score_chooses_the_match():
