@@ -126,9 +126,11 @@ class Auto:
             self._chances(drafter).add(outcome.drafted, outcome.accepted, None)
         plain = known.plain or outcome.seconds
         seconds = min(outcome.seconds, self._worst(drafter, outcome.drafted) * plain)  # more is an accident
-        curve = self._curve(drafter)
-        curve.add(outcome.drafted + 1, seconds)
+        curve, rows = self._curve(drafter), outcome.drafted + 1
+        curve.add(rows, seconds / plain)
         curve.newest = known.rounds
+        if curve.sure(rows):
+            known.add_plain(outcome.seconds / curve.of(rows))
         known.lost = max(known.lost + seconds - (outcome.accepted + 1) * plain, -8 * plain)
         if self._probing:
             known.probed += max(seconds - (outcome.accepted + 1) * known.pace, 0.0)
@@ -142,7 +144,7 @@ class Auto:
             "lost_seconds": known.lost,
             "probed_seconds": known.probed,
             "chosen": dict(self.chosen),
-            "seconds_by_rows": {name or "free": of.state() for name, of in curves},
+            "cost_by_rows": {name or "free": of.state() for name, of in curves},
             "chances": {name: of.state() for name, of in chances},
         }
 
@@ -167,25 +169,25 @@ class Auto:
         if plain is None:
             return 0  # the first round of all tells what plain decoding costs
         account = self.START * plain + self.SHARE * known.total
-        best, rate = 0, 1 / plain
+        best, rate = 0, 1.0  # tokens in the time of a plain round
         tokens = stands = 1.0
         # Never more than twice the rows that were measured: what is not known is approached step by step, and only
         # where the account can bear the worst.
         for k in range(1, min(most, max(2 * curve.most, 2) - 1) + 1):
             stands *= chances.at(k, confidence)
             tokens += stands
-            seconds = curve.seconds(k + 1, plain)
-            if tokens / seconds > rate and (
+            cost = curve.of(k + 1)
+            if tokens / cost > rate and (
                 curve.sure(k + 1) or known.lost + (self._worst(drafter, k) - tokens) * plain <= account
             ):
-                best, rate = k, tokens / seconds
+                best, rate = k, tokens / cost
         self._probing = best == 0
         if best > 0:
             return best if known.lost <= account else 0
         if most == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < self.OLD):
             return 0
-        cost = curve.seconds(2, plain)
-        affords = max(known.lost + cost - plain, known.probed + cost - known.pace) <= account
+        seconds = curve.of(2) * plain
+        affords = max(known.lost + seconds - plain, known.probed + seconds - known.pace) <= account
         return int(affords)
 
 

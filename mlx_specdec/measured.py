@@ -4,7 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import median_low
 
-NEWEST = 9  # so many measurements of a thing are remembered
+NEWEST = 9  # so many measurements of a cost are remembered,
+NOW = 5  # and so many of how fast the machine is at this length of text
 
 
 class Measured:
@@ -16,9 +17,9 @@ class Measured:
 
     def __init__(self) -> None:
         self.rounds = 0
-        self.plain: float | None = None  # seconds of a round without a draft
+        self.plain: float | None = None  # seconds that a round without a draft takes now, by the newest rounds
         self._plain: tuple[float, ...] = ()
-        self.costs: dict[str, Costs] = {}  # of a round by its rows; free drafters share one curve
+        self.costs: dict[str, Costs] = {}  # free drafters share one curve
         self.chances: dict[str, Chances] = {}
         self.lost = 0.0  # seconds against plain decoding, negative where drafting won
         self.probed = 0.0  # seconds against the pace
@@ -26,23 +27,25 @@ class Measured:
         self.pace = 0.0  # seconds of a token, of late
 
     def add_plain(self, seconds: float) -> None:
-        self._plain = (*self._plain[1 - NEWEST :], seconds)
+        """What a round without a draft took, or would have taken."""
+        self._plain = (*self._plain[1 - NOW :], seconds)
         self.plain = median_low(self._plain)
 
 
 class Costs:
-    """Seconds of a round by its rows: the median of the last measurements, a straight line between them.
+    """Of a round by its rows, in rounds without a draft: the median of the last measurements, straight lines between.
 
-    What seems worth a try is tried. So beyond the rows measured only half the last rise is expected (curves flatten,
-    and have dips: a matrix product of 16 rows can take less than one of 12), and what was measured once, perhaps in a
-    slow moment or while a kernel was built, is not believed to cost more than the line says.
+    So it stays what it is where text grows longer or the machine has other work, which all rounds feel. What seems
+    worth a try is tried: beyond the rows measured only half the last rise is expected (curves flatten, and have dips: a
+    matrix product of 16 rows can take less than one of 12), and what was measured once, perhaps in a slow moment or
+    while a kernel was built, is not believed to cost more than the line says.
     """
 
     FLATTENS = 0.5
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, ...]] = {}
-        self._points: list[tuple[int, float]] = []  # rows and median seconds, ascending
+        self._points: list[tuple[int, float]] = []  # rows and median cost, ascending
         self.newest = 0  # the round of the newest measurement
 
     @property
@@ -54,14 +57,14 @@ class Costs:
         """Whether it was measured more than once."""
         return len(self._seen.get(rows, ())) > 1
 
-    def add(self, rows: int, seconds: float) -> None:
-        seen = {**self._seen, rows: (*self._seen.get(rows, ())[1 - NEWEST :], seconds)}
+    def add(self, rows: int, cost: float) -> None:
+        seen = {**self._seen, rows: (*self._seen.get(rows, ())[1 - NEWEST :], cost)}
         self._seen, self._points = seen, sorted((n, median_low(of)) for n, of in seen.items())
 
-    def seconds(self, rows: int, plain: float) -> float:
-        """Of a round with `rows` rows, at least 2, where one with 1 row costs `plain`."""
+    def of(self, rows: int) -> float:
+        """The cost of a round with `rows` rows, at least 2."""
         once = len(self._seen.get(rows, ())) == 1
-        points = [(1, plain), *(point for point in self._points if not (once and point[0] == rows))]
+        points = [(1, 1.0), *(point for point in self._points if not (once and point[0] == rows))]
         after = bisect_left(points, (rows,))
         if after < len(points):
             (low, a), (high, b) = points[after - 1 : after + 1]
@@ -72,8 +75,7 @@ class Costs:
         return min(line, self._seen[rows][0]) if once else line
 
     def state(self) -> dict[str, float]:
-        """Median seconds by rows."""
-        return {str(rows): median_low(of) for rows, of in sorted(self._seen.items())}
+        return {str(rows): round(cost, 3) for rows, cost in self._points}
 
 
 class Chances:

@@ -149,7 +149,7 @@ def test_streams_share_what_was_measured_and_nothing_else() -> None:
     one, other = Auto(measured), Auto(measured)
     lengths(one, lambda _: 1.0, CURVES["flat"], 0, True, rounds=60)
     assert other.cut(who, DRAFTS[MOST]) == MOST, "what the other stream measured is known"
-    assert other.state()["seconds_by_rows"] == one.state()["seconds_by_rows"]
+    assert other.state()["cost_by_rows"] == one.state()["cost_by_rows"]
     assert other.state()["chosen"] == {"empty": MOST}
 
 
@@ -174,21 +174,36 @@ def test_the_same_measurements_give_the_same_choices() -> None:
 
 def test_costs_are_lines_between_and_beyond_what_was_measured() -> None:
     costs = Costs()
-    assert (costs.seconds(2, 1.0), costs.most) == (1.0, 0)
-    for rows, seconds in ((4, 2.2), (4, 9.0), (4, 2.4), (8, 2.0), (8, 2.1)):
-        costs.add(rows, seconds)
-    assert costs.seconds(4, 1.2) == 2.4, "the median"
-    assert costs.seconds(2, 1.2) == pytest.approx(1.6)
-    assert costs.seconds(8, 1.2) == 2.0, "more rows may cost less"
-    assert costs.seconds(16, 1.2) == 2.0
+    assert (costs.of(2), costs.most) == (1.0, 0)
+    for rows, cost in ((4, 2.2), (4, 9.0), (4, 2.5), (8, 2.0), (8, 2.1)):
+        costs.add(rows, cost)
+    assert costs.of(4) == 2.5, "the median"
+    assert costs.of(2) == pytest.approx(1.5)
+    assert costs.of(8) == 2.0, "more rows may cost less"
+    assert costs.of(16) == 2.0
     costs.add(16, 3.0)
-    assert costs.seconds(16, 1.2) == 2.0, "once is not believed"
+    assert costs.of(16) == 2.0, "once is not believed"
     costs.add(16, 3.2)
-    assert costs.seconds(12, 1.2) == 2.5
-    assert costs.seconds(24, 1.2) == 3.5, "half the last rise"
+    assert costs.of(12) == 2.5
+    assert costs.of(24) == 3.5, "half the last rise"
     costs.add(6, 1.9)
-    assert costs.seconds(6, 1.2) == 1.9, "but that it costs less is"
+    assert costs.of(6) == 1.9, "but that it costs less is"
     assert costs.most == 16
+
+
+@pytest.mark.parametrize("then", [0.3, 1.0, 4.0])
+def test_all_rounds_becoming_slower_or_faster_changes_nothing(then: float) -> None:
+    """As when another program begins or ends, or a longer text comes."""
+    shape = CURVES["apple"]
+    for a in (0.3, 0.8):
+        passed = []
+
+        def cost(rows: int, passed: list[int] = passed) -> float:
+            passed.append(rows)
+            return shape(rows) * (1 if len(passed) <= 150 else then)
+
+        run = lengths(Auto(), lambda _, a=a: a, cost, 0, True)
+        assert rate(run[150:], a, shape, True) >= 0.95 * best(a, shape, True)
 
 
 def test_looking_ahead_ends_where_drafts_begin_to_stand() -> None:
