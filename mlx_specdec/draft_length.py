@@ -76,7 +76,7 @@ class Auto:
 
     What a free drafter proposes is compared with what came, verified or not. Of one that takes time, that is known
     only by drafting; so there are probes, one token of a drafter that does not promise to pay now. A free drafter is
-    probed as well when what its drafts cost was not measured for `OLD` rounds.
+    probed as well when what its drafts cost was not measured for `OLD` rounds, and so is a round without a draft.
 
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
     time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time.
@@ -124,13 +124,14 @@ class Auto:
             return
         if not drafter.free:
             self._chances(drafter).add(outcome.drafted, outcome.accepted, None)
-        plain = known.plain or outcome.seconds
-        seconds = min(outcome.seconds, self._worst(drafter, outcome.drafted) * plain)  # more is an accident
-        curve, rows = self._curve(drafter), outcome.drafted + 1
-        curve.add(rows, seconds / plain)
-        curve.newest = known.rounds
-        if curve.sure(rows):
-            known.add_plain(outcome.seconds / curve.of(rows))
+        plain, worst = known.plain or outcome.seconds, self._worst(drafter, outcome.drafted)
+        if 0.8 < outcome.seconds / plain < 1.25 * worst:
+            curve = self._curve(drafter)
+            curve.add(outcome.drafted + 1, outcome.seconds / plain)
+            curve.newest = known.rounds
+        else:  # an accident, or the machine is slower or faster now than when a plain round was measured
+            known.newest -= self.OLD
+        seconds = min(outcome.seconds, worst * plain)
         known.lost = max(known.lost + seconds - (outcome.accepted + 1) * plain, -8 * plain)
         if self._probing:
             known.probed += max(seconds - (outcome.accepted + 1) * known.pace, 0.0)
@@ -166,8 +167,8 @@ class Auto:
         """The k with the most tokens per second, or a probe if that is 0 and the account can bear one."""
         known, curve, chances = self._measured, self._curve(drafter), self._chances(drafter)
         plain = known.plain
-        if plain is None:
-            return 0  # the first round of all tells what plain decoding costs
+        if plain is None or known.rounds - known.newest >= self.OLD:
+            return 0  # what plain decoding costs has to be known
         account = self.START * plain + self.SHARE * known.total
         best, rate = 0, 1.0  # tokens in the time of a plain round
         tokens = stands = 1.0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median_low
 
 NEWEST = 9  # so many measurements of a cost are remembered,
-NOW = 5  # and so many of how fast the machine is at this length of text
+NOW = 3  # and so many of a plain round, which tell how fast the machine is at this length of text
 
 
 class Measured:
@@ -17,7 +17,8 @@ class Measured:
 
     def __init__(self) -> None:
         self.rounds = 0
-        self.plain: float | None = None  # seconds that a round without a draft takes now, by the newest rounds
+        self.plain: float | None = None  # seconds of a round without a draft, the median of the last of them
+        self.newest = 0  # the last of them
         self._plain: tuple[float, ...] = ()
         self.costs: dict[str, Costs] = {}  # free drafters share one curve
         self.chances: dict[str, Chances] = {}
@@ -27,7 +28,8 @@ class Measured:
         self.pace = 0.0  # seconds of a token, of late
 
     def add_plain(self, seconds: float) -> None:
-        """What a round without a draft took, or would have taken."""
+        """This round, without a draft, took so long."""
+        self.newest = self.rounds
         self._plain = (*self._plain[1 - NOW :], seconds)
         self.plain = median_low(self._plain)
 

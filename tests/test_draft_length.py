@@ -206,6 +206,14 @@ def test_all_rounds_becoming_slower_or_faster_changes_nothing(then: float) -> No
         assert rate(run[150:], a, shape, True) >= 0.95 * best(a, shape, True)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_measurements_do_not_drift(seed: int) -> None:
+    """Where every round drafts, nothing but drafts is measured, noisily, for thousands of rounds."""
+    random, length = Random(seed), Auto()
+    lengths(length, lambda _: 0.95, lambda rows: CURVES["apple"](rows) * random.gauss(1, 0.1), seed, True, rounds=4000)
+    assert length.state()["plain_seconds"] == pytest.approx(1.0, rel=0.25)
+
+
 def test_looking_ahead_ends_where_drafts_begin_to_stand() -> None:
     length, who = Auto(), drafter(True)
     for _ in range(80):
