@@ -6,6 +6,7 @@ of k tokens. The k with the most tokens per second is chosen, 0 included. What a
 its length is learned while running, since it is the same on no two machines; so are the chances, by drafter.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -124,14 +125,15 @@ class Auto:
             return
         if not drafter.free:
             self._chances(drafter).add(outcome.drafted, outcome.accepted, None)
-        plain, worst = known.plain or outcome.seconds, self._worst(drafter, outcome.drafted)
-        if 0.8 < outcome.seconds / plain < 1.25 * worst:
+        plain, rows = known.plain or outcome.seconds, outcome.drafted + 1
+        most = rows if drafter.free else math.inf  # a pass takes no longer than its rows one by one
+        if 0.8 < outcome.seconds / plain < 1.25 * most:
             curve = self._curve(drafter)
-            curve.add(outcome.drafted + 1, outcome.seconds / plain)
+            curve.add(rows, outcome.seconds / plain)
             curve.newest = known.rounds
         else:  # an accident, or the machine is slower or faster now than when a plain round was measured
             known.newest -= self.OLD
-        seconds = min(outcome.seconds, worst * plain)
+        seconds = min(outcome.seconds, most * plain)
         known.lost = max(known.lost + seconds - (outcome.accepted + 1) * plain, -8 * plain)
         if self._probing:
             known.probed += max(seconds - (outcome.accepted + 1) * known.pace, 0.0)
@@ -159,10 +161,6 @@ class Auto:
     def _chances(self, drafter: Drafter) -> Chances:
         return self._measured.chances.setdefault(drafter.name, Chances())
 
-    def _worst(self, drafter: Drafter, k: int) -> int:
-        """What a round with k drafts can cost, in plain rounds: its rows one by one, and as much for each draft."""
-        return k + 1 if drafter.free else 2 * k + 1
-
     def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
         """The k with the most tokens per second, or a probe if that is 0 and the account can bear one."""
         known, curve, chances = self._measured, self._curve(drafter), self._chances(drafter)
@@ -173,13 +171,13 @@ class Auto:
         best, rate = 0, 1.0  # tokens in the time of a plain round
         tokens = stands = 1.0
         # Never more than twice the rows that were measured: what is not known is approached step by step, and only
-        # where the account can bear the worst.
+        # where the account can bear a pass that takes as long as its rows one by one, and as much again for each draft.
         for k in range(1, min(most, max(2 * curve.most, 2) - 1) + 1):
             stands *= chances.at(k, confidence)
             tokens += stands
             cost = curve.of(k + 1)
             if tokens / cost > rate and (
-                curve.sure(k + 1) or known.lost + (self._worst(drafter, k) - tokens) * plain <= account
+                curve.sure(k + 1) or known.lost + (k + 1 + k * (not drafter.free) - tokens) * plain <= account
             ):
                 best, rate = k, tokens / cost
         self._probing = best == 0

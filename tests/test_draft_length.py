@@ -108,6 +108,14 @@ def test_the_account_bounds_what_is_lost(curve: str, seed: int) -> None:
     assert tokens / seconds >= 0.97
 
 
+def test_a_drafter_that_is_slower_than_the_target_is_left_alone() -> None:
+    for slow in (1.0, 3.0, 10.0):
+        run = lengths(Auto(), lambda _: 0.9, lambda rows, s=slow: CURVES["apple"](rows) + s * (rows - 1), 0, False)
+        tokens = sum(sum(0.9**i for i in range(k + 1)) for k in run)
+        assert tokens / sum(CURVES["apple"](k + 1) + (slow + 0.1) * k for k in run) >= 0.96, slow
+        assert sum(map(bool, run)) <= 12
+
+
 class Reckless(Auto):
     """Drafts without looking at its accounts, as much as it can."""
 
