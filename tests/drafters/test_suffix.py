@@ -314,13 +314,16 @@ def test_drafters_share_a_memory():
 
 def test_the_better_of_own_and_earlier_is_drafted():
     memory = SuffixMemory()
-    memory.add([1, 2, 3, 4, 5])
+    memory.add([8, 7, 1, 2, 3, 4, 5])
     drafter = Suffix(memory)
     drafter.start([])
-    drafter.observe([2, 9, 0, 1], None)
-    assert propose(drafter, 2) == [3, 4]  # a match of 2 against one of 1
-    drafter.observe([2, 9, 0, 5, 1], None)
-    assert propose(drafter, 2) == [9, 0]  # as long, and its own
+    drafter.observe([2, 9, 0, 8, 7, 1], None)
+    assert propose(drafter, 2) == [3, 4, 5]  # a match of 4 against one of 1
+    assert drafter.propose(2, 24, ANY).confidence == pytest.approx((4 / 10, 5 / 11, 6 / 12)), "less than of its own"
+    drafter.observe([2, 9, 0, 5, 7, 1], None)
+    assert propose(drafter, 2) == [9, 0, 5]  # 3 against 3
+    drafter.observe([2, 9, 0, 5, 8, 7, 1], None)
+    assert propose(drafter, 2) == [9, 0, 5, 7]  # 4 against 4, and its own is believed more
 
 
 def test_memory_persists(tmp_path: Path):
