@@ -12,7 +12,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         default=Path(__file__).parent / "real" / "drafters",
         metavar="FOLDER",
-        help="where the trained drafters for the real model lie, a folder each (they are too large for the repository)",
+        help="--drafters=FOLDER (with the =): where the trained drafters for the real model lie, a folder each; they "
+        "are too large for the repository",
     )
 
 
@@ -23,7 +24,7 @@ def trained(pytestconfig: pytest.Config) -> Callable[[str], Path]:
     def find(name: str) -> Path:
         folder: Path = pytestconfig.getoption("drafters") / name
         if not (folder / "config.json").is_file():
-            pytest.skip(f"{folder} is not there; name the folder that holds {name} with --drafters")
+            pytest.skip(f"{folder} is not there; name the folder that holds {name} with --drafters=FOLDER")
         return folder
 
     return find
