@@ -55,7 +55,9 @@ class GenerationResponse:
 
     @property
     def logprobs(self) -> mx.array:
-        return log_probabilities(self.scores)
+        logprobs = log_probabilities(self.scores)
+        mx.eval(logprobs)  # what is lazy belongs to this thread
+        return logprobs
 
 
 class SpecDecoder:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .drafters.base import Draft, Drafter
-from .measured import Chances, Costs, Measured
+from .measured import LONG, Chances, Costs, Measured
 
 
 class Outcome(NamedTuple):
@@ -76,19 +76,21 @@ class Auto:
     """Chooses by measurement, and never loses much by it. One for each stream.
 
     What a free drafter proposes is compared with what came, verified or not. Of one that takes time, that is known
-    only by drafting; so there are probes, one token of a drafter that does not promise to pay now. A free drafter is
-    probed as well when what its drafts cost was not measured for `OLD` rounds, and so is a round without a draft.
+    only by drafting; so there are probes of one that does not promise to pay now, as long as promises most. A free
+    drafter is probed as well when what its drafts cost was not measured for `LONG` rounds, and so is a round without.
 
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
     time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time.
     """
 
-    START, SHARE, OLD = 1.5, 0.01, 64
+    START, SHARE = 1.5, 0.01
+    DEBT = 8.0  # plain rounds: what was won long ago pays for no more losses now, and an accident is owed no longer
+    USUAL = 0.6, 1.6  # times its known cost; a round beyond that says that the machine is slower or faster now
 
     def __init__(self, measured: Measured | None = None) -> None:
         self._measured = Measured() if measured is None else measured
         self.chosen: dict[str, int] = {}  # by drafter, the newest choice
-        self._proposed: list[tuple[Drafter, Draft]] = []  # in this round, for nothing
+        self._proposed: list[tuple[Drafter, list[int], Sequence[float] | None]] = []  # in this round, for nothing
         self._probing = False  # the draft that is under way is a probe
         self._waiting = False  # nothing was drafted in the last round
         self._after_nothing = 1.0  # accepted tokens in rounds that follow one without a draft, on average
@@ -100,7 +102,7 @@ class Auto:
     def cut(self, drafter: Drafter, draft: Draft) -> int:
         if not drafter.free:
             return len(draft.tokens)
-        self._proposed.append((drafter, draft))
+        self._proposed.append((drafter, np.array(draft.tokens).tolist(), draft.confidence))
         return self._choose(drafter, len(draft.tokens), draft.confidence)
 
     def look_ahead(self) -> bool:
@@ -116,25 +118,27 @@ class Auto:
         if self._waiting:
             self._after_nothing += (outcome.accepted - self._after_nothing) / 16
         self._waiting = drafter is None
-        for who, draft in self._proposed:
-            seen = min(len(draft.tokens), len(outcome.tokens))
-            self._chances(who).add(seen, _agree(draft, outcome.tokens), draft.confidence)
+        for who, proposed, confidence in self._proposed:
+            right = [proposed == token for proposed, token in zip(proposed, outcome.tokens, strict=False)]
+            self._chances(who).add(len(right), sum(accumulate(right, mul)), confidence)
         self._proposed.clear()
         if drafter is None:
             known.add_plain(outcome.seconds)
             return
         if not drafter.free:
             self._chances(drafter).add(outcome.drafted, outcome.accepted, None)
-        plain, rows = known.plain or outcome.seconds, outcome.drafted + 1
-        most = rows if drafter.free else math.inf  # a pass takes no longer than its rows one by one
-        if 0.8 < outcome.seconds / plain < 1.25 * most:
-            curve = self._curve(drafter)
-            curve.add(rows, outcome.seconds / plain)
+        plain, curve, rows = known.plain or outcome.seconds, self._curve(drafter), outcome.drafted + 1
+        cost = outcome.seconds / plain
+        # More than twice what it took before, or than its rows take one by one, is an accident.
+        most = 2 * curve.of(rows) if curve.sure(rows) else rows if drafter.free else math.inf
+        usual = curve.of(rows) if curve.sure(rows) else max(1.0, min(cost, most))
+        if self.USUAL[0] < cost / usual < self.USUAL[1] or known.newest == known.rounds - 1:
+            curve.add(rows, min(cost, most))
             curve.newest = known.rounds
-        else:  # an accident, or the machine is slower or faster now than when a plain round was measured
-            known.newest -= self.OLD
-        seconds = min(outcome.seconds, most * plain)
-        known.lost = max(known.lost + seconds - (outcome.accepted + 1) * plain, -8 * plain)
+        else:
+            known.doubt_plain()
+        seconds, debt = min(cost, most) * plain, self.DEBT * plain
+        known.lost = min(max(known.lost + seconds - (outcome.accepted + 1) * plain, -debt), debt)
         if self._probing:
             known.probed += max(seconds - (outcome.accepted + 1) * known.pace, 0.0)
 
@@ -165,10 +169,11 @@ class Auto:
         """The k with the most tokens per second, or a probe if that is 0 and the account can bear one."""
         known, curve, chances = self._measured, self._curve(drafter), self._chances(drafter)
         plain = known.plain
-        if plain is None or known.rounds - known.newest >= self.OLD:
+        if plain is None or known.rounds - known.newest >= LONG:
             return 0  # what plain decoding costs has to be known
         account = self.START * plain + self.SHARE * known.total
         best, rate = 0, 1.0  # tokens in the time of a plain round
+        probe, promise = 0, 0.0
         tokens = stands = 1.0
         # Never more than twice the rows that were measured: what is not known is approached step by step, and only
         # where the account can bear a pass that takes as long as its rows one by one, and as much again for each draft.
@@ -176,6 +181,8 @@ class Auto:
             stands *= chances.at(k, confidence)
             tokens += stands
             cost = curve.of(k + 1)
+            if tokens / cost > promise:
+                probe, promise = k, tokens / cost
             if tokens / cost > rate and (
                 curve.sure(k + 1) or known.lost + (k + 1 + k * (not drafter.free) - tokens) * plain <= account
             ):
@@ -183,15 +190,8 @@ class Auto:
         self._probing = best == 0
         if best > 0:
             return best if known.lost <= account else 0
-        if most == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < self.OLD):
+        if probe == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < LONG):
             return 0
-        seconds = curve.of(2) * plain
+        seconds = curve.of(probe + 1) * plain
         affords = max(known.lost + seconds - plain, known.probed + seconds - known.pace) <= account
-        return int(affords)
-
-
-def _agree(draft: Draft, tokens: Sequence[int]) -> int:
-    """How many of the drafted tokens came."""
-    # No slice of an MLX array here: it would have to wait for a pass that is under way.
-    pairs = zip(np.array(draft.tokens).tolist(), tokens, strict=False)
-    return sum(accumulate((drafted == token for drafted, token in pairs), mul))
+        return probe if affords else 0

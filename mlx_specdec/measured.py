@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import median_low
 
 NEWEST = 9  # so many measurements of a cost are remembered,
+LONG = 64  # rounds after which a measurement is old
 NOW = 3  # and so many of a plain round, which tell how fast the machine is at this length of text
 
 
@@ -33,9 +34,13 @@ class Measured:
         self._plain = (*self._plain[1 - NOW :], seconds)
         self.plain = median_low(self._plain)
 
+    def doubt_plain(self) -> None:
+        """The machine seems to be slower or faster now: what was measured before counts no more."""
+        self.newest, self._plain = self.rounds - LONG, ()
+
 
 class Costs:
-    """Of a round by its rows, in rounds without a draft: the median of the last measurements, straight lines between.
+    """Of a round by its rows, a plain round being 1: the median of the last measurements, straight lines between.
 
     So it stays what it is where text grows longer or the machine has other work, which all rounds feel. What seems
     worth a try is tried: beyond the rows measured only half the last rise is expected (curves flatten, and have dips: a
@@ -115,9 +120,14 @@ class Chances:
         }
 
     def _guess(self, place: int, confidence: Sequence[float] | None) -> float:
-        return self.HOPE if confidence is None else confidence[place - 1]
+        return self.HOPE if confidence is None else _share(confidence[place - 1])
 
 
 def _bucket(place: int, confidence: Sequence[float] | None) -> int:
     """Places 1, 2, ... for drafters that say nothing of their confidence; tenths of it, below 0, for the others."""
-    return min(place, 16) if confidence is None else -1 - int(10 * confidence[place - 1])
+    return min(place, 16) if confidence is None else -1 - int(10 * _share(confidence[place - 1]))
+
+
+def _share(confidence: float) -> float:
+    """What a drafter says, whatever it is, as a number from 0 to 1; NaN is 0."""
+    return min(1.0, max(0.0, confidence))

@@ -181,17 +181,17 @@ class Sampler:
             logprobs = apply_top_k(logprobs, params.top_k)
         return logprobs * (1 / params.temperature)
 
-    def pick(self, logprobs: mx.array, start: int = 0) -> mx.array:
-        """The target's own choice int32 [n] for rows (`judged`) that follow start, start + 1, ... fed tokens after
+    def pick(self, judged: mx.array, start: int = 0) -> mx.array:
+        """The target's own choice int32 [n] for rows that follow start, start + 1, ... fed tokens after
         `last`.
 
         The noise of a row depends on the seed and its absolute position alone.
         """
         if self.choose is not None:
-            return mx.concatenate([self.choose(row[None]).reshape(1) for row in logprobs]).astype(mx.int32)
+            return mx.concatenate([self.choose(row[None]).reshape(1) for row in judged]).astype(mx.int32)
         if self.greedy:
-            return mx.argmax(logprobs, axis=-1).astype(mx.int32)
-        logits = self.filtered(logprobs)
+            return mx.argmax(judged, axis=-1).astype(mx.int32)
+        logits = self.filtered(judged)
         noise = mx.stack([self._gumbel(_DRAW, start + i, logits.shape[-1]) for i in range(logits.shape[0])])
         return mx.argmax(logits + noise, axis=-1).astype(mx.int32)
 
@@ -207,12 +207,12 @@ class Sampler:
         NaN, and also where all tokens that the drafter knows are forbidden.
         """
         bounded = mx.clip(mx.nan_to_num(logits, nan=-BOUND), -BOUND, BOUND)
-        logprobs = self.judged(self.scores(bounded, fed, start=fed.shape[0] - 1))
+        judged = self.judged(self.scores(bounded, fed, start=fed.shape[0] - 1))
         if self.greedy or self.choose is not None:
-            return mx.argmax(logprobs, axis=-1).astype(mx.int32), None
+            return mx.argmax(judged, axis=-1).astype(mx.int32), None
         if self.matches:
-            return self.pick(logprobs, start=fed.shape[0] - 1), None
-        logits = self.filtered(logprobs)
+            return self.pick(judged, start=fed.shape[0] - 1), None
+        logits = self.filtered(judged)
         noise = self._gumbel(_DRAFT, 0, logits.shape[-1], within=fed.shape[0])
         return mx.argmax(logits + noise, axis=-1).astype(mx.int32), mx.softmax(logits, axis=-1)
 

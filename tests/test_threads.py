@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import mlx.core as mx
@@ -17,11 +17,12 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlx_specdec import SamplingParams, SpecDecError, SpecDecoder, draft_length
-from mlx_specdec.draft_length import Costs
+from mlx_specdec import SamplingParams, SpecDecError, SpecDecoder, measured
 from mlx_specdec.drafters.base import NOTHING, Draft
 from mlx_specdec.drafters.ngram_simple import NgramSimple
 from mlx_specdec.features import FeatureRequest
+from mlx_specdec.measured import Costs
+from mlx_specdec.sampling import Sampler
 from tests import zoo
 from tests.scripted import Empty, reference
 
@@ -142,17 +143,17 @@ def test_threads_at_once_with_samplers_of_their_own(kind: str, params: dict[str,
 def test_measurements_are_whole_whenever_another_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests of a decoder share them: in the middle of taking one in, what was known before is still known."""
     costs, seen = Costs(), list[float]()
-    for size, seconds in ((1, 1.0), (2, 2.0), (5, 3.0)):
-        costs.add(size, seconds)
+    for rows, cost in ((2, 1.5), (2, 1.5), (5, 3.0), (5, 3.0)):
+        costs.add(rows, cost)
 
-    def meanwhile(measured: Any) -> float:
-        assert (costs.known, costs.most) == (True, 5)
-        seen.extend(costs.seconds(size) for size in (1, 2, 5))
-        return median(measured)
+    def meanwhile(seconds: Any) -> float:
+        assert (costs.most, costs.sure(2), costs.sure(3)) == (5, True, False)
+        seen.extend(costs.of(rows) for rows in (2, 3, 5))
+        return median_low(seconds)
 
-    monkeypatch.setattr(draft_length, "median", meanwhile)
-    costs.add(1, 1.0)
-    assert seen == [1.0, 2.0, 3.0] * 3
+    monkeypatch.setattr(measured, "median_low", meanwhile)
+    costs.add(3, 1.0)
+    assert seen == [1.5, 2.0, 3.0] * 3
 
 
 @every_kind
@@ -188,6 +189,31 @@ def test_one_stream_continued_by_threads_in_turn(kind: str, drafter: str) -> Non
     for hand in hands:
         hand.submit(mx.clear_streams).result()
         hand.shutdown()
+
+
+class Lazy(NgramSimple):
+    """Proposes, as a drafter may, what is not evaluated yet."""
+
+    def propose(self, last: int, limit: int, sampler: Sampler) -> Draft:
+        draft = super().propose(last, limit, sampler)
+        return draft._replace(tokens=draft.tokens + 0) if len(draft.tokens) else draft
+
+
+def test_what_a_thread_got_any_other_may_read() -> None:
+    """Log-probabilities that one thread asked for, and a stream whose drafts were lazy."""
+    hand, request = ThreadPoolExecutor(1), {"max_tokens": TOKENS, "num_draft_tokens": "auto"}
+    with SpecDecoder(model("kv"), TOKENIZER, partial(Lazy, 1, 6)) as decoder:
+        alone = list(decoder.stream(prompt(0), **request))
+        stream = decoder.stream(prompt(0), **request)
+        logprobs = []
+        for response in alone:
+            other = hand.submit(next, stream).result(timeout=60)
+            assert other.token == response.token
+            logprobs.append(hand.submit(lambda of: of.logprobs, other).result())
+    for mine, of in zip(alone, logprobs, strict=True):
+        assert mx.abs(mine.logprobs - of).max().item() < 1e-5
+    hand.submit(mx.clear_streams).result()
+    hand.shutdown()
 
 
 @pytest.mark.parametrize("overrides", [{}, {"rope_scaling": LLAMA3_ROPE}], ids=["rope", "llama3_rope"])

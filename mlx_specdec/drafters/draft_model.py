@@ -11,8 +11,9 @@ from ..target.model import Target
 from .base import NOTHING, Draft
 
 # Certain tokens that are not in the draft model's cache yet: so many go in with the next draft's first pass; more take
-# a pass of their own, which needs no logits; and that pass is made at once when there are enough to fill it.
-TOGETHER, CHUNK = 8, 512
+# a pass of their own, which needs no logits; and that pass is made at once when there are enough for it, of the prompt
+# or, while nothing is drafted, of what is generated: so that a draft costs about the same whenever it is made.
+TOGETHER, CHUNK, STEP = 8, 512, 32
 
 
 class DraftModel:
@@ -35,6 +36,7 @@ class DraftModel:
 
     def start(self, prompt: Sequence[int]) -> None:
         self._sequence = self._model.sequence()
+        self._unread = len(prompt) - 1  # tokens of the prompt that are still to be observed
         self._waiting: list[int] = []  # certain, not in the cache
         self._ahead: list[mx.array] = []  # in the cache or about to be: `last` and the drafts after it
 
@@ -42,9 +44,14 @@ class DraftModel:
         if self._ahead:
             tokens = tokens[self._rewind(tokens) :]
         self._waiting.extend(tokens)
-        while len(self._waiting) >= CHUNK and self._fits(CHUNK):
+        reading = self._unread > 0
+        self._unread -= len(tokens)
+        enough = CHUNK if self._unread > 0 else STEP
+        while len(self._waiting) >= enough and self._fits(enough):
             self._feed(self._waiting[:CHUNK])
             del self._waiting[:CHUNK]
+        if reading and self._unread <= 0:
+            mx.eval(self._sequence.state)  # reading the prompt is no part of a round
 
     def propose(self, last: int, limit: int, sampler: Sampler) -> Draft:
         if limit < 1 or not self._fits(len(self._waiting) + limit):

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from mlx_specdec.drafters.draft_model import CHUNK, DraftModel
+from mlx_specdec.drafters.draft_model import CHUNK, STEP, DraftModel
 from mlx_specdec.sampling import Sampler, SamplingParams
 from mlx_specdec.target.model import Target
 from tests import zoo
@@ -82,6 +82,18 @@ def test_a_long_prompt_goes_in_by_chunks(kind: str, length: int) -> None:
     drafter = Counting(model)
     assert drafted(Target(model), drafter, prompt(length), 12, 3) == expected
     assert drafter.accepted == drafter.drafted > 0
+
+
+def test_a_draft_pays_for_itself_alone() -> None:
+    """The prompt is read before the first round, and what nobody drafts for is read in small steps."""
+    drafter, ids = DraftModel(Target(zoo.build("llama")), VOCAB), prompt(100)
+    drafter.start(ids)
+    for chunk in (ids[:60], ids[60:-1]):
+        drafter.observe(chunk, None)
+    assert drafter._sequence.offset == 99
+    for number, token in enumerate(prompt(80), 1):
+        drafter.observe([token], None)
+        assert 0 <= 99 + number - drafter._sequence.offset < STEP
 
 
 def sampler(given: Sequence[int], **params: Any) -> Sampler:
