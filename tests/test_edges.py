@@ -356,7 +356,7 @@ class Erratic:
         return self.random.random() < 0.5
 
     def record(self, outcome: Outcome) -> None:
-        self.lengths.append(len(outcome.draft.tokens))
+        self.lengths.append(outcome.drafted)
 
     def state(self) -> dict[str, Any]:
         return {}
