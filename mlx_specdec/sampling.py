@@ -182,8 +182,7 @@ class Sampler:
         return logprobs * (1 / params.temperature)
 
     def pick(self, judged: mx.array, start: int = 0) -> mx.array:
-        """The target's own choice int32 [n] for rows that follow start, start + 1, ... fed tokens after
-        `last`.
+        """The target's own choice int32 [n] for rows that follow start, start + 1, ... fed tokens after `last`.
 
         The noise of a row depends on the seed and its absolute position alone.
         """
