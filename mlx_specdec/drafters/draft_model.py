@@ -47,7 +47,7 @@ class DraftModel:
         reading = self._unread > 0
         self._unread -= len(tokens)
         enough = CHUNK if self._unread > 0 else STEP
-        while len(self._waiting) >= enough and self._fits(enough):
+        while len(self._waiting) >= enough and self._fits(min(len(self._waiting), CHUNK)):
             self._feed(self._waiting[:CHUNK])
             del self._waiting[:CHUNK]
         if reading and self._unread <= 0:

@@ -96,6 +96,16 @@ def test_a_draft_pays_for_itself_alone() -> None:
         assert 0 <= 99 + number - drafter._sequence.offset < STEP
 
 
+def test_a_prompt_beyond_its_context_is_not_read() -> None:
+    model, ids = Target(zoo.build("llama")), prompt(100)
+    model.context = 50
+    drafter = DraftModel(model, VOCAB)
+    drafter.start(ids)
+    drafter.observe(ids[:-1], None)
+    assert drafter._sequence.offset < 50
+    assert len(drafter.propose(ids[-1], 3, sampler(ids)).tokens) == 0
+
+
 def sampler(given: Sequence[int], **params: Any) -> Sampler:
     return Sampler(SamplingParams(**params), given)
 
