@@ -37,8 +37,8 @@ class GenerationResponse:
     """One token of the output, in the shape of mlx-lm's response, with `stats` beside it.
 
     scores float32 [vocab] are the target's logits after processors, logprobs float32 [vocab], computed where they are
-    read, its log-probabilities; prompt_tps and generation_tps are tokens per second; peak_memory is in GB; finish_reason
-    is "stop", "length" or, before the last response, None.
+    read, its log-probabilities; prompt_tps and generation_tps are tokens per second; peak_memory is in GB;
+    finish_reason is "stop", "length" or, before the last response, None.
     """
 
     text: str
