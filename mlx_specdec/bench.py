@@ -13,7 +13,8 @@ import click
 from .cli import Command, DraftTokens, ModelOptions, model_options
 
 if TYPE_CHECKING:
-    from .measure import Figures, Parting, Report, Spread
+    from .figures import Figures, Spread
+    from .measure import Parting, Report
 
 POSITIONS = 8  # of a draft, as many as are printed
 
@@ -24,9 +25,9 @@ POSITIONS = 8  # of a draft, as many as are printed
               "'suffix;ngram_map,suffix'. Default: that of generate.")  # fmt: skip
 @click.option("--num-draft-tokens", type=DraftTokens(), default="auto", show_default=True,
               help="Most tokens drafted in a round; auto chooses by measurement.")  # fmt: skip
-@click.option("--questions", type=click.Path(path_type=Path), help="Prompts in Spec-Bench's form. Default: a few.")
-@click.option("--per-category", default=5, show_default=True, help="Most prompts of each category.")
-@click.option("--max-tokens", "-m", default=160, show_default=True, help="Most tokens generated for a prompt.")
+@click.option("--questions", type=click.Path(path_type=Path), help="Questions in Spec-Bench's form. Default: a few.")
+@click.option("--per-category", default=5, show_default=True, help="Most questions of each category.")
+@click.option("--max-tokens", "-m", default=160, show_default=True, help="Most tokens of an answer.")
 @click.option("--repeats", default=3, show_default=True, help="How often everything is measured.")
 @click.option("--ignore-chat-template", is_flag=True, help="Use the prompts as they are.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it in this PNG file.")
@@ -113,7 +114,7 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
 def text(report: "Report", tokenizer: Any) -> str:
     """A table for each category and for all, acceptance by position, and what must be said in words."""
     drafts = report.num_draft_tokens
-    lines = [f"{report.device}, temperature 0, at most {report.max_tokens} tokens a prompt, "
+    lines = [f"{report.device}, temperature 0, at most {report.max_tokens} tokens an answer, "
              f"{'drafts of any length' if drafts == 'auto' else f'at most {drafts} drafts a round'}; "
              f"medians over {report.repeats} repeat{'s'[: report.repeats != 1]} (lowest to highest); a speed-up is the "
              "median of the repeats' ratios, and ~ marks one whose range includes 1"]  # fmt: skip
@@ -140,10 +141,12 @@ def text(report: "Report", tokenizer: Any) -> str:
     return "\n".join(lines).rstrip()
 
 
-def table(title: str, prompts: int, rows: "dict[str, Figures]") -> list[str]:
+def table(title: str, questions: int, rows: "dict[str, Figures]") -> list[str]:
     """Of one category. Tokens per second are of generation alone; tau is tokens a pass."""
+    turns = rows["plain"].prompts
+    asked = f"{questions} question{'s'[: questions != 1]}" + (f" of {turns} turns" if turns > questions else "")
     head = f"  {'way':24s} {'tokens/s':>24s} {'first token, s':>24s} {'tau':>6s} {'speed-up':>21s}"
-    return ["", f"{title}: {prompts} prompt{'s'[: prompts != 1]}", head] + [
+    return ["", f"{title}: {asked}", head] + [
         f"  {name:24s} {spread(f.tokens_per_second, 1):>24s} {spread(f.first_token, 3):>24s} {f.tau:6.2f} "
         f"{'' if name == 'plain' else noisy(f.speedup) + spread(f.speedup, 2):>21s}".rstrip()
         for name, f in rows.items()
@@ -165,8 +168,11 @@ def spread(value: "Spread | None", digits: int) -> str:
 
 def parted(parting: "Parting", tokenizer: Any) -> str:
     """Where, and with what."""
+    from .measure import named
+
     plain, other = ("the end" if t is None else repr(tokenizer.decode([t])) for t in (parting.plain, parting.other))
-    return f"they part at token {parting.place} of question {parting.question_id}, {plain} there and {other} here"
+    request = named(parting.question_id, parting.turn)
+    return f"they part at token {parting.place} of {request}, {plain} there and {other} here"
 
 
 if __name__ == "__main__":

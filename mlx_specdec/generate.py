@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from itertools import cycle
 from types import ModuleType
 from typing import Any
 
@@ -64,7 +65,7 @@ def command(
     with models.decoder() as decoder:
         use_template = not ignore_chat_template and decoder.tokenizer.has_chat_template
         responses = decoder.stream(
-            chat(decoder.tokenizer, text, system_prompt, template) if use_template else text,
+            chat(decoder.tokenizer, text, system=system_prompt, template=template) if use_template else text,
             params,
             max_tokens=max_tokens,
             num_draft_tokens=num_draft_tokens,
@@ -81,12 +82,15 @@ def command(
             click.echo()
 
 
-def chat(tokenizer: Any, message: str, system: str | None, template: dict[str, Any]) -> list[int]:
-    """The ids of a one-message conversation. Raises OptionError when the chat template refuses it."""
+def chat(tokenizer: Any, *texts: str, system: str | None = None, template: dict[str, Any] | None = None) -> list[int]:
+    """The ids of a conversation whose texts are by turns the user's and the model's, the user's last.
+
+    Raises OptionError when the chat template refuses it.
+    """
     messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": message})
+    messages += [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts)]
     try:
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template or {})
     except Exception as error:  # whatever the template's own code raises
         raise OptionError(f"the chat template refuses this prompt: {error}; use --ignore-chat-template") from error
     return encode_text(tokenizer, prompt, special=False)

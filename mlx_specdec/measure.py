@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
-from statistics import fmean, median
+from itertools import count, zip_longest
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -24,6 +23,7 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from .decoder import SpecDecoder
 from .drafters import DEFAULT, DrafterOptions, by_name
 from .errors import OptionError
+from .figures import Figures, Run, added, summary
 from .generate import chat
 from .questions import Question
 from .target.model import CacheOptions
@@ -31,59 +31,24 @@ from .text import encode
 
 
 @dataclass(frozen=True)
-class Run:
-    """One request. Seconds: `first` until its first token, `rest` from there to its last.
+class Request:
+    """A turn of a question, from 1 on. The prompt is the conversation until there, with plain decoding's answers."""
 
-    `at_once` tokens came with the first; `reached` and `stood` count drafts by place, as DrafterStats does.
-    """
-
-    ids: tuple[int, ...]
-    first: float
-    rest: float
-    at_once: int
-    passes: int
-    reached: tuple[int, ...]
-    stood: tuple[int, ...]
+    question: Question
+    turn: int
+    prompt: list[int]
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token where a way's ids differ from plain decoding's, and both ids; None where the output has ended."""
+    """The first token where a way's ids differ from plain decoding's, and both ids; None where the output has ended.
+    Turns count from 1, places from 0."""
 
     question_id: int | str
+    turn: int
     place: int
     plain: int | None
     other: int | None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Over the repeats."""
-
-    median: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of some prompts with one way. None where nothing was generated after the first pass.
-
-    tokens_per_second and speedup are of generation alone, without the pass that gave the first token and what came with
-    it: tokens and seconds are summed over the prompts, so that long outputs count for more, and speedup is plain
-    decoding's seconds per token over the way's. request_speedup is the ratio of whole times, prefill included, as
-    Spec-Bench has it. first_token is seconds, the mean over the prompts. tau is tokens a pass, by_position the share of
-    drafts that stood at each place, of those that got there (empty for mlx-lm, which does not tell).
-    """
-
-    prompts: int
-    tokens: int
-    tokens_per_second: Spread | None
-    first_token: Spread
-    tau: float
-    by_position: tuple[float, ...]
-    speedup: Spread | None
-    request_speedup: Spread
 
 
 @dataclass
@@ -150,10 +115,10 @@ def measure(
 ) -> Report:
     """Time every way on every question: plain decoding, mlx-lm's, and `drafters`, each a chain by names.
 
-    `loaded` has, by the names that chains call them, the drafters that `load` brought. After a warm-up on the first
-    question the ways take turns on each question, every other time in reverse order. mlx-lm drafts with its own default
-    where num_draft_tokens is "auto". `progress` is called with the requests made and their total. Raises OptionError
-    for what cannot be measured.
+    `loaded` has, by the names that chains call them, the drafters that `load` brought. A question of several turns is a
+    conversation, as Spec-Bench has it: each turn is a request. After a warm-up on the first request the ways take turns
+    on each, every other time in reverse order. mlx-lm drafts with its own default where num_draft_tokens is "auto".
+    `progress` is called with the requests made and their total. Raises OptionError for what cannot be measured.
     """
     if num_draft_tokens != "auto" and num_draft_tokens < 1:
         raise OptionError(f"num_draft_tokens is {num_draft_tokens}; choose auto, or 1 or more: plain decoding is "
@@ -166,12 +131,12 @@ def measure(
         raise OptionError("there are no questions; give at least one")
     if len(set(drafters)) < len(drafters):
         raise OptionError(f"drafters are {'; '.join(drafters)}; name each way once")
-    named = loaded or {}
+    brought = loaded or {}
 
     def ours(names: str) -> Way:
         @contextmanager
         def opened() -> Iterator[Runner]:
-            makers = [named.get(make, make) if isinstance(make, str) else make for make in by_name(names, options)]
+            makers = [brought.get(make, make) if isinstance(make, str) else make for make in by_name(names, options)]
             drafts = draft_model if "draft_model" in makers else None
             with SpecDecoder(model, tokenizer, makers, draft_model=drafts, cache=cache) as decoder:
                 yield lambda ids: decoder.stream(ids, max_tokens=max_tokens, num_draft_tokens=num_draft_tokens)
@@ -200,66 +165,96 @@ def measure(
     if draft_model is not None:
         ways["mlx-lm draft"] = mlx_lms(draft_model)
     ways |= {names: ours(names) for names in drafters}
-    with ways["plain"]() as run:
-        prompts = [_ids(tokenizer, question, ignore_chat_template, run) for question in questions]
+    turns = sum(len(question.turns) for question in questions)
+    total = turns - len(questions) + len(ways) * (1 + repeats * turns)
+    done = count(1)
 
+    def step() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
+    with ways["plain"]() as run:
+        requests = _requests(tokenizer, questions, ignore_chat_template, run, step)
     results = {name: Result(name not in ("plain", "mlx-lm")) for name in ways}
-    runs = _runs(ways, results, questions, prompts, repeats, progress)
+    runs = _runs(ways, results, requests, repeats, step)
     for name, result in results.items():
         if not result.out:
             result.categories = {
-                group: _figures(runs[name], runs["plain"], [i for i, q in enumerate(questions) if q.group == group])
-                for group in _groups(questions)
+                group: summary(runs[name], runs["plain"], places) for group, places in _groups(requests).items()
             }
-            result.overall = _figures(runs[name], runs["plain"], range(len(questions)))
-    return Report(_groups(questions), max_tokens, num_draft_tokens, repeats, str(mx.default_device()), results)
-
-
-def _groups(questions: Sequence[Question]) -> dict[str, list[int | str]]:
-    groups: dict[str, list[int | str]] = {}
+            result.overall = summary(runs[name], runs["plain"], range(turns))
+    asked: dict[str, list[int | str]] = {}
     for question in questions:
-        groups.setdefault(question.group, []).append(question.question_id)
+        asked.setdefault(question.group, []).append(question.question_id)
+    return Report(asked, max_tokens, num_draft_tokens, repeats, str(mx.default_device()), results)
+
+
+def _groups(requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Places by group."""
+    groups: dict[str, list[int]] = {}
+    for place, request in enumerate(requests):
+        groups.setdefault(request.question.group, []).append(place)
     return groups
 
 
-def _ids(tokenizer: Any, question: Question, ignore_chat_template: bool, plain: Runner) -> list[int]:
-    """A question's prompt, checked against what the model takes."""
+def _requests(
+    tokenizer: Any, questions: Sequence[Question], ignore_chat_template: bool, plain: Runner, step: Callable[[], None]
+) -> list[Request]:
+    """All turns of all questions, in order. What the model does not take is said before any answer is waited for, but
+    for a conversation that grows too long."""
     template = tokenizer.has_chat_template and not ignore_chat_template
-    try:
-        ids = chat(tokenizer, question.turns[0], None, {}) if template else encode(tokenizer, question.turns[0])
-        plain(ids)  # a stream that is never asked for a token
-    except OptionError as error:
-        raise OptionError(f"question {question.question_id}: {error}") from error
-    return ids
+
+    def prompt(question: Question, turn: int, *texts: str) -> list[int]:
+        try:
+            ids = chat(tokenizer, *texts) if template else encode(tokenizer, "\n\n".join(texts))
+            plain(ids)  # a stream that is never asked for a token
+        except OptionError as error:
+            raise OptionError(f"{named(question.question_id, turn)}: {error}") from error
+        return ids
+
+    for question in questions:
+        for number, turn in enumerate(question.turns, 1):
+            prompt(question, number, turn)
+    requests: list[Request] = []
+    for question in questions:
+        said: list[str] = []
+        for number, turn in enumerate(question.turns, 1):
+            if said:
+                said.append("".join(response.text for response in plain(requests[-1].prompt)))
+                step()
+            said.append(turn)
+            requests.append(Request(question, number, prompt(question, number, *said)))
+    return requests
+
+
+def named(question_id: int | str, turn: int) -> str:
+    """What a person reads of a request."""
+    return f"question {question_id}" + (f" turn {turn}" if turn > 1 else "")
 
 
 def _runs(
     ways: dict[str, Way],
     results: dict[str, Result],
-    questions: Sequence[Question],
-    prompts: Sequence[list[int]],
+    requests: Sequence[Request],
     repeats: int,
-    progress: Callable[[int, int], None] | None,
+    step: Callable[[], None],
 ) -> dict[str, list[list[Run]]]:
-    """By way, repeat and question. A way that parts from plain decoding's ids says so in `results` and is left out."""
+    """By way, repeat and request. A way that parts from plain decoding's ids says so in `results` and is left out."""
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(repeats)] for name in ways}
-    done, total = 0, len(ways) * (1 + repeats * len(prompts))
     for repeat in range(-1, repeats):  # the warm-up is -1
         with ExitStack() as opened:
             runners = {name: opened.enter_context(way()) for name, way in ways.items()}
-            for place, prompt in enumerate(prompts if repeat >= 0 else prompts[:1]):
-                turn: dict[str, Run] = {}
+            for place, request in enumerate(requests if repeat >= 0 else requests[:1]):
+                made: dict[str, Run] = {}
                 for name in list(ways)[:: -1 if (repeat + place) % 2 else 1]:
                     if not results[name].out:
                         try:
-                            turn[name] = timed(runners[name], prompt)
+                            made[name] = timed(runners[name], request.prompt)
                         except _Refused as refused:
                             results[name].refused = str(refused)
-                    done += 1
-                    if progress is not None:
-                        progress(done, total)
-                for name, run in turn.items():
-                    results[name].parting = _parting(questions[place].question_id, turn["plain"].ids, run.ids)
+                    step()
+                for name, run in made.items():
+                    results[name].parting = _parting(request, made["plain"].ids, run.ids)
                     if repeat >= 0:
                         runs[name][repeat].append(run)
     return runs
@@ -285,56 +280,13 @@ def timed(run: Runner, prompt: list[int]) -> Run:
         rest=last - first,
         at_once=[*drafted, False].index(False) + 1,
         passes=drafted.count(False) + drafted[-1],
-        reached=_added([d.reached for d in drafters]),
-        stood=_added([d.stood for d in drafters]),
+        reached=added([d.reached for d in drafters]),
+        stood=added([d.stood for d in drafters]),
     )
 
 
-def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Place by place."""
-    return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
-
-
-def _parting(question_id: int | str, plain: Sequence[int], other: Sequence[int]) -> Parting | None:
+def _parting(request: Request, plain: Sequence[int], other: Sequence[int]) -> Parting | None:
     for place, (a, b) in enumerate(zip_longest(plain, other)):
         if a != b:
-            return Parting(question_id, place, a, b)
+            return Parting(request.question.question_id, request.turn, place, a, b)
     return None
-
-
-def _figures(way: list[list[Run]], plain: list[list[Run]], places: Sequence[int]) -> Figures:
-    """Of the questions at `places`."""
-    mine, base = ([[repeat[place] for place in places] for repeat in runs] for runs in (way, plain))
-    every = [run for repeat in mine for run in repeat]
-    reached, stood = _added([run.reached for run in every]), _added([run.stood for run in every])
-    rates, base_rates = [_rate(repeat) for repeat in mine], [_rate(repeat) for repeat in base]
-    return Figures(
-        prompts=len(places),
-        tokens=sum(len(run.ids) for run in mine[0]),
-        tokens_per_second=_spread(rates),
-        first_token=_over([fmean(run.first for run in repeat) for repeat in mine]),
-        tau=sum(len(run.ids) for run in every) / sum(run.passes for run in every),
-        by_position=tuple(s / r for s, r in zip(stood, reached, strict=True) if r),
-        speedup=_spread([a / b if a and b else None for a, b in zip(rates, base_rates, strict=True)]),
-        request_speedup=_over([_whole(b) / _whole(a) for a, b in zip(mine, base, strict=True)]),
-    )
-
-
-def _rate(runs: Sequence[Run]) -> float | None:
-    """Tokens per second after the first pass."""
-    tokens, seconds = sum(max(len(run.ids) - run.at_once, 0) for run in runs), sum(run.rest for run in runs)
-    return tokens / seconds if tokens else None
-
-
-def _whole(runs: Sequence[Run]) -> float:
-    """Seconds from the call to the last token."""
-    return sum(run.first + run.rest for run in runs)
-
-
-def _over(values: Sequence[float]) -> Spread:
-    return Spread(median(values), min(values), max(values))
-
-
-def _spread(values: Sequence[float | None]) -> Spread | None:
-    known = [value for value in values if value is not None]
-    return _over(known) if len(known) == len(values) else None

@@ -58,7 +58,7 @@ def command(
     with models.decoder() as decoder:
         template = decoder.tokenizer.has_chat_template and not ignore_chat_template
         for number, text in enumerate(prompts or proof.PROMPTS, 1):
-            prompt = chat(decoder.tokenizer, text, None, {}) if template else encode(decoder.tokenizer, text)
+            prompt = chat(decoder.tokenizer, text) if template else encode(decoder.tokenizer, text)
             sampled = SamplingParams(temperature=temp, seed=seed + number, acceptance=acceptance)
             greedily = proof.compared(decoder, prompt, max_tokens, greedy, num_draft_tokens)
             drafted, accepted, difference = greedily.drafted, greedily.accepted, greedily.difference

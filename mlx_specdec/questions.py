@@ -12,7 +12,7 @@ MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction"
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt in Spec-Bench's form: the first turn is what is asked."""
+    """In Spec-Bench's form: the turns are what a user says one after another, each after the answer to the last."""
 
     question_id: int | str
     category: str
@@ -88,9 +88,9 @@ PASSAGES = (
 )
 
 BUILT_IN = (
-    Question(1, "writing", ("Write a short letter to a friend about a walk in the rain.",)),
-    Question(2, "coding", ("Write a Python function that returns the n-th Fibonacci number, and call it for n = 10.",)),
-    Question(3, "extraction", ("List ten animals in alphabetical order with one fact about each.",)),
+    Question(1, "writing", ("Write a letter about a walk in the rain.", "Write it again as if it had snowed.")),
+    Question(2, "coding", ("Write a Python function that finds the n-th Fibonacci number.", "Now with a docstring.")),
+    Question(3, "extraction", ("List ten animals with a fact about each.", "Which can fly? Repeat their lines.")),
     Question(4, "translation", ("Translate to German: The library opens at nine and closes at five on weekdays.",)),
     Question(5, "translation", ("Translate to French: We missed the last train, so we walked home along the river.",)),
     Question(6, "translation", ("Translate to Spanish: My sister paints the old boats in the harbour every spring.",)),

@@ -96,7 +96,7 @@ def main() -> None:
 def plain(tokens: int, repeats: int) -> None:
     """Our plain decoding against mlx-lm's."""
     model, tokenizer = load()
-    prompts = [chat(tokenizer, text, None, {}) for text in PROMPTS[:3]]
+    prompts = [chat(tokenizer, text) for text in PROMPTS[:3]]
     with SpecDecoder(model, tokenizer) as decoder:
         ways = {"mlx-lm": mlx_lms(model, tokenizer, tokens), "plain": ours(decoder, tokens)}
         say(compare(ways, prompts, repeats), "mlx-lm")
@@ -109,7 +109,7 @@ def plain(tokens: int, repeats: int) -> None:
 def draft(tokens: int, repeats: int, drafts: int) -> None:
     """Our draft-model decoding against mlx-lm's, the draft being the model itself."""
     model, tokenizer = load()
-    prompts = [chat(tokenizer, text, None, {}) for text in PROMPTS[:3]]
+    prompts = [chat(tokenizer, text) for text in PROMPTS[:3]]
     with SpecDecoder(model, tokenizer, draft_model=model) as decoder:
         theirs = mlx_lms(model, tokenizer, tokens, draft_model=model, num_draft_tokens=drafts)
         say(compare({"mlx-lm": theirs, "draft_model": ours(decoder, tokens, drafts)}, prompts, repeats), "mlx-lm")
@@ -140,7 +140,7 @@ def ngram(
         for name in group:
             texts = [row["turns"][0] for row in rows if row["category"] == name][:each]
             click.echo(f"{name}, {len(texts)} prompts")
-            say(compare(ways, [chat(tokenizer, text, None, {}) for text in texts], repeats), "plain")
+            say(compare(ways, [chat(tokenizer, text) for text in texts], repeats), "plain")
 
 
 @main.command()
@@ -157,7 +157,7 @@ def worst(questions: Path, tokens: int, repeats: int) -> None:
         ways = {"plain": ours(decoder, tokens, 0, prefill=False), "suffix": ours(decoder, tokens, prefill=False)}
         ratios = []
         for question in choose(read_questions(questions), 1):
-            times = compare(ways, [chat(tokenizer, question.turns[0], None, {})], repeats)
+            times = compare(ways, [chat(tokenizer, question.turns[0])], repeats)
             ratios.append(times["plain"] / times["suffix"])
             click.echo(f"  {question.group} {question.question_id}: {ratios[-1]:.2f} x plain")
         click.echo(f"  worst: {min(ratios):.2f} x plain")
@@ -182,7 +182,7 @@ def host(tokens: int) -> None:
         evaluate(*arrays)
         marks.append(time.perf_counter())
 
-    prompt = chat(tokenizer, PROMPTS[2], None, {})
+    prompt = chat(tokenizer, PROMPTS[2])
     with SpecDecoder(model, tokenizer, by_name("ngram_simple", DrafterOptions(ngram_n=2, ngram_m=4))) as decoder:
         shares = []
         for _ in range(5):
@@ -204,7 +204,7 @@ def host(tokens: int) -> None:
 def memory(tokens: int) -> None:
     """Peak memory with prompt lookup against plain decoding."""
     model, tokenizer = load()
-    prompt = chat(tokenizer, " ".join(PROMPTS) * 4, None, {})
+    prompt = chat(tokenizer, " ".join(PROMPTS) * 4)
     peaks = {}
     with SpecDecoder(model, tokenizer, by_name("ngram_simple", DrafterOptions(ngram_n=3, ngram_m=8))) as decoder:
         for name, drafts in (("plain", 0), ("ngram_simple", 8)):

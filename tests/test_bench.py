@@ -17,7 +17,8 @@ from mlx_specdec import OptionError, SpecDecError, acceptance, bench, measure
 from mlx_specdec.__main__ import main
 from mlx_specdec.bench import command as bench_command
 from mlx_specdec.drafters import DrafterOptions
-from mlx_specdec.measure import Figures, Parting, Report, Spread
+from mlx_specdec.figures import Figures, Run, Spread, summary
+from mlx_specdec.measure import Parting, Report, Request
 from mlx_specdec.questions import BUILT_IN, Question, choose, read_questions
 from tests import zoo
 from tests.scripted import reference
@@ -111,19 +112,31 @@ def test_the_built_in_questions_cover_spec_bench_s_groups() -> None:
 # measuring
 
 
+def conversation(question: Question, max_tokens: int = 12) -> list[list[int]]:
+    """The target's answers to a question's turns, by its own loop."""
+    messages: list[dict[str, str]] = []
+    answers = []
+    for turn in question.turns:
+        messages.append({"role": "user", "content": turn})
+        prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)
+        answers.append(reference(MODEL, prompt, max_tokens))
+        text = TOKENIZER.decode([token for token in answers[-1] if token not in TOKENIZER.eos_token_ids])
+        messages.append({"role": "assistant", "content": text})
+    return answers
+
+
 def test_every_way_gives_the_same_ids_and_has_figures(report: Report) -> None:
     assert list(report.ways) == ["plain", "mlx-lm", "mlx-lm draft", *DRAFTERS]
     assert report.questions == {"multi-turn": [81, 91], "summarization": [241], "poems": ["mine"]}
-    prompts = [TOKENIZER.apply_chat_template([{"role": "user", "content": q.turns[0]}], add_generation_prompt=True)
-               for q in QUESTIONS]  # fmt: skip
-    tokens = [len(reference(MODEL, prompt, 12)) for prompt in prompts]
+    answers = [answer for question in QUESTIONS for answer in conversation(question)]
+    tokens = [len(answer) for answer in answers]
     for name, result in report.ways.items():
         assert (result.parting, result.refused) == (None, None), name
         assert result.categories is not None
         assert result.overall is not None
         assert list(result.categories) == list(report.questions)
-        assert [f.prompts for f in result.categories.values()] == [2, 1, 1]
-        assert [f.tokens for f in result.categories.values()] == [tokens[0] + tokens[1], *tokens[2:]]
+        assert [f.prompts for f in result.categories.values()] == [3, 1, 1]
+        assert [f.tokens for f in result.categories.values()] == [sum(tokens[:3]), *tokens[3:]]
         assert result.overall.tokens == sum(tokens)
         for figures in (*result.categories.values(), result.overall):
             for spread in (figures.first_token, figures.tokens_per_second, figures.speedup, figures.request_speedup):
@@ -139,13 +152,50 @@ def test_every_way_gives_the_same_ids_and_has_figures(report: Report) -> None:
     assert overall["mlx-lm draft"].by_position == overall["plain"].by_position == ()
 
 
+@pytest.mark.parametrize("ignore_chat_template", [False, True])
+def test_a_later_turn_is_asked_after_plain_decoding_s_answers(
+    ignore_chat_template: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[list[int]] = []
+    timed = measure.timed
+
+    def noted(run: Any, prompt: list[int]) -> Run:
+        prompts.append(prompt)
+        return timed(run, prompt)
+
+    monkeypatch.setattr(measure, "timed", noted)
+    question = Question(1, "writing", ("the rain in spain", "in rhyme", "and in prose"))
+    measured((), [question], draft_model=None, repeats=1, ignore_chat_template=ignore_chat_template)
+    said = list(question.turns[:1])
+    for number in range(3):
+        if ignore_chat_template:
+            prompt = TOKENIZER.encode("\n\n".join(said))
+        else:
+            messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+            prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)
+        assert prompts[2:][2 * number : 2 * number + 2] == [prompt, prompt], number
+        answer = [token for token in reference(MODEL, prompt, 12) if token not in TOKENIZER.eos_token_ids]
+        said += [TOKENIZER.decode(answer), *question.turns[number + 1 : number + 2]]
+
+
+def test_a_conversation_that_grows_too_long_is_said_and_bad_turns_before_any_answer() -> None:
+    long = [Question(3, "writing", ("word " * 600, "word " * 600))]
+    with pytest.raises(OptionError, match="question 3 turn 2: "):
+        measured((), long, draft_model=None, max_tokens=2)
+    steps: list[tuple[int, int]] = []
+    bad = [QUESTIONS[0], Question(4, "writing", ("a", "\ud800"))]
+    with pytest.raises(OptionError, match="question 4 turn 2: "):
+        measured((), bad, progress=lambda *step: steps.append(step))
+    assert not steps
+
+
 def test_auto_runs_and_progress_reaches_its_total() -> None:
     steps: list[tuple[int, int]] = []
     report = measured(("suffix",), QUESTIONS[:2], num_draft_tokens="auto", draft_model=None,
                       progress=lambda *step: steps.append(step))  # fmt: skip
     assert list(report.ways) == ["plain", "mlx-lm", "suffix"]
     assert not report.ways["suffix"].out
-    assert steps == [(i, 15) for i in range(1, 16)]
+    assert steps == [(i, 22) for i in range(1, 23)]  # an answer, 3 in the warm-up, 2 repeats of 3 ways and 3 turns
 
 
 def test_a_repeat_does_not_remember_the_answers_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,31 +211,31 @@ def test_a_repeat_does_not_remember_the_answers_of_the_one_before(monkeypatch: p
 
     monkeypatch.setattr(SuffixMemory, "add", counted)
     measured(("suffix",), QUESTIONS[:3], draft_model=None)
-    assert requests == [0, 0, 1, 2, 0, 1, 2]  # the warm-up, then both repeats
+    assert requests == [0, 0, 1, 2, 3, 0, 1, 2, 3]  # the warm-up, then both repeats
 
 
 def test_the_ways_take_turns_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     timed = measure.timed
 
-    def noted(run: Any, prompt: list[int]) -> measure.Run:
+    def noted(run: Any, prompt: list[int]) -> Run:
         order.append("mlx-lm" if "mlx_lms" in run.__qualname__ else "ours")
         return timed(run, prompt)
 
     monkeypatch.setattr(measure, "timed", noted)
-    measured((), QUESTIONS[:2], draft_model=None)
+    measured((), QUESTIONS[1:3], draft_model=None)
     a, b = "ours", "mlx-lm"
     assert order[2:] == [a, b, b, a, b, a, a, b]
 
 
 def test_figures_are_sums_over_prompts_and_medians_over_repeats() -> None:
-    def run(first: float, rest: float, at_once: int = 1, passes: int = 9) -> measure.Run:
-        return measure.Run(tuple(range(9)), first, rest, at_once, passes, (4, 3), (3, 0))
+    def run(first: float, rest: float, at_once: int = 1, passes: int = 9) -> Run:
+        return Run(tuple(range(9)), first, rest, at_once, passes, (4, 3), (3, 0))
 
     plain = [[run(1, 8), run(3, 8)]] * 3
     way = [[run(1, 2, 3, 3), run(1, 4)], [run(1, 1), run(1, 1)], [run(1, 16), run(1, 16)]]
-    figures = measure._figures(way, plain, [0, 1])
-    assert figures == Figures(
+    found = summary(way, plain, [0, 1])
+    assert found == Figures(
         prompts=2,
         tokens=18,
         tokens_per_second=Spread(14 / 6, 0.5, 8.0),
@@ -195,9 +245,9 @@ def test_figures_are_sums_over_prompts_and_medians_over_repeats() -> None:
         speedup=Spread(14 / 6, 0.5, 8.0),
         request_speedup=Spread(20 / 8, 20 / 34, 20 / 4),
     )
-    assert measure._figures(way, plain, [1]).first_token == Spread(1, 1, 1)
+    assert summary(way, plain, [1]).first_token == Spread(1, 1, 1)
     at_once = [[run(1, 0, 9, 1)]]
-    assert measure._figures(at_once, [[run(1, 8)]], [0]).speedup is None  # nothing came after the first pass
+    assert summary(at_once, [[run(1, 8)]], [0]).speedup is None  # nothing came after the first pass
 
 
 def test_requests_are_read_off_the_responses() -> None:
@@ -205,7 +255,7 @@ def test_requests_are_read_off_the_responses() -> None:
         def __init__(self, token: int, from_draft: bool):
             self.token, self.from_draft = token, from_draft
 
-    def of(flags: str) -> measure.Run:
+    def of(flags: str) -> Run:
         return measure.timed(lambda _: iter([Response(i, flag == "d") for i, flag in enumerate(flags)]), [0])
 
     assert [(of(f).at_once, of(f).passes) for f in ("t", "tt", "ddt", "ddtdt", "tdd", "dd")] == [
@@ -215,11 +265,12 @@ def test_requests_are_read_off_the_responses() -> None:
 
 
 @pytest.mark.parametrize(("plain", "other", "parting"), [
-    ((1, 2), (1, 2), None), ((1, 2), (1, 3), Parting("q", 1, 2, 3)), ((1, 2), (1,), Parting("q", 1, 2, None)),
-    ((1,), (1, 2), Parting("q", 1, None, 2)),
+    ((1, 2), (1, 2), None), ((1, 2), (1, 3), Parting("q", 2, 1, 2, 3)), ((1, 2), (1,), Parting("q", 2, 1, 2, None)),
+    ((1,), (1, 2), Parting("q", 2, 1, None, 2)),
 ])  # fmt: skip
 def test_where_ids_part(plain: tuple[int, ...], other: tuple[int, ...], parting: Parting | None) -> None:
-    assert measure._parting("q", plain, other) == parting
+    request = Request(Question("q", "writing", ("a", "b")), 2, [1])
+    assert measure._parting(request, plain, other) == parting
 
 
 def test_a_way_that_mlx_lm_refuses_is_said() -> None:
@@ -255,7 +306,10 @@ def test_the_text_has_a_table_for_each_category_and_for_all(report: Report) -> N
     blocks = bench.text(report, TOKENIZER).split("\n\n")
     assert blocks[0].startswith(str(mx.default_device()))
     titles = [block.splitlines()[0] for block in blocks[1:5]]
-    assert titles == ["multi-turn: 2 prompts", "summarization: 1 prompt", "poems: 1 prompt", "overall: 4 prompts"]
+    assert titles == [
+        "multi-turn: 2 questions of 3 turns", "summarization: 1 question", "poems: 1 question",
+        "overall: 4 questions of 5 turns",
+    ]  # fmt: skip
     for block in blocks[1:5]:
         header, *rows = block.splitlines()[1:]
         assert header.split() == ["way", "tokens/s", "first", "token,", "s", "tau", "speed-up"]
@@ -299,8 +353,9 @@ def test_no_figure_for_a_way_whose_ids_part(broken: Report) -> None:
     start = f"draft_model: no figures, its ids are not plain decoding's: they part at token {result.parting.place} of "
     assert lines[0].startswith(f"{start}question {result.parting.question_id}, ")
     assert repr(TOKENIZER.decode([result.parting.plain])) in lines[0]
-    ended = bench.parted(Parting(7, 3, 5, None), TOKENIZER)
+    ended = bench.parted(Parting(7, 1, 3, 5, None), TOKENIZER)
     assert ended == f"they part at token 3 of question 7, {TOKENIZER.decode([5])!r} there and the end here"
+    assert "of question 7 turn 2, " in bench.parted(Parting(7, 2, 3, 5, None), TOKENIZER)
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -390,7 +445,7 @@ def test_json(folders: dict[str, str]) -> None:
 def test_text_and_the_default_drafters(folders: dict[str, str]) -> None:
     done = run([], folders)
     assert (done.exit_code, done.stderr) == (0, CHOSEN)
-    assert "overall: 3 prompts" in done.stdout
+    assert "overall: 3 questions of 4 turns" in done.stdout
     assert "\n  suffix " in done.stdout
     assert "\n  draft_model " in run(["--draft-model", "{draft}"], folders).stdout
 

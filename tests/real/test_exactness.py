@@ -53,7 +53,7 @@ def loaded() -> tuple[Target, Any, Target]:
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
 def test_ids_equal_plain_decoding(number: int) -> None:
     target, tokenizer, draft = loaded()
-    prompt = chat(tokenizer, PROMPTS[number], None, {})
+    prompt = chat(tokenizer, PROMPTS[number])
     answer = plain(target.model, prompt, TOKENS)
     assert drafted(target, NgramSimple(3, 8), prompt, TOKENS, 4) == answer
     assert drafted(target, DraftModel(draft, target.vocab), prompt, TOKENS, 8) == answer
@@ -61,5 +61,5 @@ def test_ids_equal_plain_decoding(number: int) -> None:
 
 def test_plain_decoding_is_mlx_lms() -> None:
     target, tokenizer, _ = loaded()
-    prompt = chat(tokenizer, PROMPTS[2], None, {})
+    prompt = chat(tokenizer, PROMPTS[2])
     assert plain(target.model, prompt, TOKENS) == reference(target.model, prompt, TOKENS)
