@@ -37,8 +37,8 @@ class DraftLength(Protocol):
     def limit(self, drafter: Drafter) -> int:
         """How many tokens `drafter` should propose now; 0 passes it over."""
 
-    def cut(self, drafter: Drafter, draft: Draft) -> int:
-        """How many of the tokens that it proposed are worth verifying."""
+    def cut(self, drafter: Drafter, draft: Draft, others: Sequence[Drafter]) -> int:
+        """How many of the tokens that it proposed are worth verifying; with 0 the `others` are asked, in order."""
 
     def look_ahead(self) -> bool:
         """Whether, when nothing was drafted, the next pass should start before this one's token was looked at."""
@@ -59,7 +59,7 @@ class Fixed:
     def limit(self, drafter: Drafter) -> int:
         return self.k
 
-    def cut(self, drafter: Drafter, draft: Draft) -> int:
+    def cut(self, drafter: Drafter, draft: Draft, others: Sequence[Drafter]) -> int:
         return len(draft.tokens)
 
     def look_ahead(self) -> bool:
@@ -72,12 +72,22 @@ class Fixed:
         return {"num_draft_tokens": self.k}
 
 
+class Promise(NamedTuple):
+    """Of a drafter: the best k, 0 where none beats plain decoding, the tokens that it gives in the time of a plain
+    round, and what to probe with, 0 where nothing can be."""
+
+    k: int = 0
+    rate: float = 1.0
+    probe: int = 0
+
+
 class Auto:
     """Chooses by measurement, and never loses much by it. One for each stream.
 
     What a free drafter proposes is compared with what came, verified or not. Of one that takes time, that is known
     only by drafting; so there are probes of one that does not promise to pay now, as long as promises most. A free
     drafter is probed as well when what its drafts cost was not measured for `LONG` rounds, and so is a round without.
+    A free drafter whose draft promises less than a later one that takes time yields its turn.
 
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
     time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time.
@@ -91,19 +101,28 @@ class Auto:
         self._measured = Measured() if measured is None else measured
         self.chosen: dict[str, int] = {}  # by drafter, the newest choice
         self._proposed: list[tuple[Drafter, list[int], Sequence[float] | None]] = []  # in this round, for nothing
+        self._silent: set[str] = set()  # those that take time, were asked, and have drafted nothing since
         self._probing = False  # the draft that is under way is a probe
         self._waiting = False  # nothing was drafted in the last round
         self._after_nothing = 1.0  # accepted tokens in rounds that follow one without a draft, on average
 
     def limit(self, drafter: Drafter) -> int:
-        # What is drafted for nothing is judged when it is seen.
-        return drafter.max_draft if drafter.free else self._choose(drafter, drafter.max_draft, None)
+        if drafter.free:
+            return drafter.max_draft  # what is drafted for nothing is judged when it is seen
+        chosen = self._choose(drafter, drafter.max_draft, None)
+        if chosen:
+            self._silent.add(drafter.name)
+        return chosen
 
-    def cut(self, drafter: Drafter, draft: Draft) -> int:
+    def cut(self, drafter: Drafter, draft: Draft, others: Sequence[Drafter]) -> int:
         if not drafter.free:
+            self._silent.discard(drafter.name)
             return len(draft.tokens)
         self._proposed.append((drafter, np.array(draft.tokens).tolist(), draft.confidence))
-        return self._choose(drafter, len(draft.tokens), draft.confidence)
+        # What another one promises is known before it drafts only if it says nothing of its confidence.
+        taking = (other for other in others if not (other.free or other.name in self._silent))
+        rates = (self._promise(other, other.max_draft, None).rate for other in taking)
+        return self._choose(drafter, len(draft.tokens), draft.confidence, max(rates, default=1.0))
 
     def look_ahead(self) -> bool:
         # A draft that is found one token late gives one token less; not looking ahead costs the host's part of a pass.
@@ -155,8 +174,8 @@ class Auto:
             "chances": {name: of.state() for name, of in chances},
         }
 
-    def _choose(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
-        self.chosen[drafter.name] = chosen = self._best(drafter, most, confidence)
+    def _choose(self, drafter: Drafter, most: int, confidence: Sequence[float] | None, elsewhere: float = 1.0) -> int:
+        self.chosen[drafter.name] = chosen = self._best(drafter, most, confidence, elsewhere)
         return chosen
 
     def _curve(self, drafter: Drafter) -> Costs:
@@ -165,15 +184,30 @@ class Auto:
     def _chances(self, drafter: Drafter) -> Chances:
         return self._measured.chances.setdefault(drafter.name, Chances())
 
-    def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> int:
-        """The k with the most tokens per second, or a probe if that is 0 and the account can bear one."""
+    def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None, elsewhere: float) -> int:
+        """The k with the most tokens per second; if that is no better than `elsewhere`, 0, or a probe if the accounts
+        can bear one."""
+        known, curve = self._measured, self._curve(drafter)
+        promise = self._promise(drafter, most, confidence)
+        self._probing = promise.rate <= elsewhere
+        if not self._probing:
+            return promise.k
+        if promise.probe == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < LONG):
+            return 0
+        plain = known.plain or 0.0
+        seconds = curve.of(promise.probe + 1) * plain
+        affords = max(known.lost + seconds - plain, known.probed + seconds - known.pace) <= self._account(plain)
+        return promise.probe if affords else 0
+
+    def _promise(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> Promise:
+        """The k with the most tokens per second among those that the account can bear, and the one to probe."""
         known, curve, chances = self._measured, self._curve(drafter), self._chances(drafter)
         plain = known.plain
         if plain is None or known.rounds - known.newest >= LONG:
-            return 0  # what plain decoding costs has to be known
-        account = self.START * plain + self.SHARE * known.total
-        best, rate = 0, 1.0  # tokens in the time of a plain round
-        probe, promise = 0, 0.0
+            return Promise()  # what plain decoding costs has to be known
+        account = self._account(plain)
+        best, rate = 0, 1.0
+        probe, most_promised = 0, 0.0
         tokens = stands = 1.0
         # Never more than twice the rows that were measured: what is not known is approached step by step, and only
         # where the account can bear a pass that takes as long as its rows one by one, and as much again for each draft.
@@ -181,17 +215,13 @@ class Auto:
             stands *= chances.at(k, confidence)
             tokens += stands
             cost = curve.of(k + 1)
-            if tokens / cost > promise:
-                probe, promise = k, tokens / cost
-            if tokens / cost > rate and (
-                curve.sure(k + 1) or known.lost + (k + 1 + k * (not drafter.free) - tokens) * plain <= account
-            ):
+            if tokens / cost > most_promised:
+                probe, most_promised = k, tokens / cost
+            unknown = 0.0 if curve.sure(k + 1) else (k + 1 + k * (not drafter.free) - tokens) * plain
+            if tokens / cost > rate and known.lost + unknown <= account:
                 best, rate = k, tokens / cost
-        self._probing = best == 0
-        if best > 0:
-            return best if known.lost <= account else 0
-        if probe == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < LONG):
-            return 0
-        seconds = curve.of(probe + 1) * plain
-        affords = max(known.lost + seconds - plain, known.probed + seconds - known.pace) <= account
-        return probe if affords else 0
+        return Promise(best, rate, probe)
+
+    def _account(self, plain: float) -> float:
+        """The seconds that drafting, and probes, may have lost."""
+        return self.START * plain + self.SHARE * self._measured.total

@@ -7,11 +7,12 @@ from random import Random
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_specdec.draft_length import Auto, Fixed, Outcome
 from mlx_specdec.drafters.base import NOTHING, Draft, Drafter
-from mlx_specdec.measured import Costs, Measured
+from mlx_specdec.measured import Chances, Costs, Measured
 from tests.scripted import Empty
 
 MOST, SEEDS = 8, range(8)
@@ -50,7 +51,7 @@ def lengths(
     random, chosen, who = Random(seed), [], drafter(free)
     for number in range(rounds):
         k = length.limit(who)
-        k = length.cut(who, DRAFTS[k]) if k else 0
+        k = length.cut(who, DRAFTS[k], ()) if k else 0
         right = 0
         while right < MOST and random.random() < chance(number):
             right += 1
@@ -104,7 +105,7 @@ def test_the_account_bounds_what_is_lost(curve: str, seed: int) -> None:
     random, length, who = Random(seed), Auto(), drafter(True)
     tokens = seconds = 0.0
     for _ in range(300):
-        k = length.cut(who, DRAFTS[MOST])
+        k = length.cut(who, DRAFTS[MOST], ())
         right = 0
         while right < MOST and random.random() < 0.15:
             right += 1
@@ -125,7 +126,7 @@ def test_a_drafter_that_is_slower_than_the_target_is_left_alone() -> None:
 class Reckless(Auto):
     """Drafts without looking at its accounts, as much as it can."""
 
-    def _best(self, drafter: Drafter, most: int, confidence: object) -> int:
+    def _best(self, drafter: Drafter, most: int, confidence: object, elsewhere: float) -> int:
         return most if self._measured.plain else 0
 
 
@@ -162,7 +163,7 @@ def test_streams_share_what_was_measured_and_nothing_else() -> None:
     measured, who = Measured(), drafter(True)
     one, other = Auto(measured), Auto(measured)
     lengths(one, lambda _: 1.0, CURVES["flat"], 0, True, rounds=60)
-    assert other.cut(who, DRAFTS[MOST]) == MOST, "what the other stream measured is known"
+    assert other.cut(who, DRAFTS[MOST], ()) == MOST, "what the other stream measured is known"
     assert other.state()["cost_by_rows"] == one.state()["cost_by_rows"]
     assert other.state()["chosen"] == {"empty": MOST}
 
@@ -174,7 +175,7 @@ def test_confidence_is_calibrated() -> None:
     length.record(Outcome(None, 0, [WRONG], 1.0))
     verified = []
     for number in range(60):
-        k = length.cut(who, boast)
+        k = length.cut(who, boast, ())
         verified.append(k)
         length.record(Outcome(who if k else None, k, came(k, int(number % 10 == 0)), CURVES["apple"](k + 1)))
     assert max(verified) > 0
@@ -185,7 +186,7 @@ def test_a_confidence_that_is_no_share() -> None:
     length, who = Auto(), drafter(True)
     length.record(Outcome(None, 0, [WRONG], 1.0))
     for confidence in (float("nan"), 50.0, -1.0):
-        k = length.cut(who, Draft(mx.arange(2), confidence=(confidence,) * 2))
+        k = length.cut(who, Draft(mx.arange(2), confidence=(confidence,) * 2), ())
         length.record(Outcome(who if k else None, k, came(k, 0), 1.0))
     assert all(0 <= chance <= 1 for chance in length.state()["chances"]["empty"].values())
 
@@ -259,7 +260,7 @@ def test_a_drafter_that_is_right_only_when_it_is_not_verified() -> None:
     """Judged by what came it seems perfect: the account of what drafting lost ends that."""
     length, who, tokens, seconds = Auto(), drafter(True), 0, 0.0
     for _ in range(300):
-        k = length.cut(who, DRAFTS[MOST])
+        k = length.cut(who, DRAFTS[MOST], ())
         emitted = came(k, 0 if k else MOST)
         length.record(Outcome(who if k else None, k, emitted, CURVES["apple"](k + 1)))
         tokens, seconds = tokens + len(emitted), seconds + CURVES["apple"](k + 1)
@@ -276,9 +277,44 @@ def test_probes_are_paid_for_where_another_drafter_wins() -> None:
         k = length.limit(hopeless)
         probes += k > 0
         who = hopeless if k else good
-        k = k or length.cut(good, DRAFTS[MOST])
+        k = k or length.cut(good, DRAFTS[MOST], ())
         length.record(Outcome(who if k else None, k, came(k, 0 if who is hopeless else MOST), CURVES["apple"](k + 1)))
     assert 2 <= probes <= 40
+
+
+def in_turn(first: float, second: float, cost: Callable[[int], float], seed: int, silent: bool = False) -> float:
+    """Tokens a second, from round 50 to 300, of a free drafter that always drafts and, where that yields its turn, of a
+    model; what comes is 0, 1, ... The model's drafts are its choice of length; `silent` says that it drafts nothing."""
+    random, length, free, model = Random(seed), Auto(), drafter(True), drafter(False)
+    model.name, tokens, seconds = "model", 0, 0.0
+
+    def right(a: float) -> int:
+        return next((k for k in range(MOST) if random.random() >= a), MOST)
+
+    for number in range(300):
+        stands, drafts = right(first), np.arange(MOST)
+        drafts[stands:] = WRONG
+        k, who = length.cut(free, Draft(mx.array(drafts)), (model,)), free
+        if k == 0 and (k := length.limit(model)):
+            stands, who = right(second), model
+            k = 0 if silent else length.cut(model, DRAFTS[k], ())
+        spent = cost(k + 1) + 0.1 * k * (who is model)
+        length.record(Outcome(who if k else None, k, range(min(k, stands) + 1), spent))
+        tokens, seconds = tokens + (number >= 50) * (min(k, stands) + 1), seconds + (number >= 50) * spent
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("curve", ["flat", "apple"])
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.9), (0.2, 0.9), (0.5, 0.9), (0.6, 0.6), (0.9, 0.6), (0.9, 0.0)])
+def test_a_free_drafter_yields_to_a_model_that_promises_more(first: float, second: float, curve: str) -> None:
+    cost = CURVES[curve]
+    alone = max(best(first, cost, True), best(second, cost, False))
+    assert mean([in_turn(first, second, cost, seed) for seed in SEEDS]) >= 0.9 * alone
+
+
+def test_nobody_yields_to_a_model_that_is_silent() -> None:
+    cost = CURVES["apple"]
+    assert mean([in_turn(0.7, 0.0, cost, seed, silent=True) for seed in SEEDS]) >= 0.95 * best(0.7, cost, True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -287,6 +323,52 @@ def test_measurements_do_not_drift(seed: int) -> None:
     random, length = Random(seed), Auto()
     lengths(length, lambda _: 0.95, lambda rows: CURVES["apple"](rows) * random.gauss(1, 0.1), seed, True, rounds=4000)
     assert length.state()["plain_seconds"] == pytest.approx(1.0, rel=0.25)
+
+
+def test_what_is_unknown_is_approached_step_by_step() -> None:
+    most = 1
+    for k in lengths(Auto(), lambda _: 1.0, CURVES["flat"], 0, True):
+        assert k + 1 <= 2 * most
+        most = max(most, k + 1)
+    assert most == MOST + 1
+
+
+def test_a_plain_round_is_the_median_of_the_last_three() -> None:
+    known = Measured()
+    for seconds, plain in ((1.0, 1.0), (9.0, 1.0), (1.1, 1.1), (3.0, 3.0), (3.1, 3.0), (1.0, 3.0), (1.0, 1.0)):
+        known.add_plain(seconds)
+        assert known.plain == plain
+
+
+def test_a_cost_is_the_median_of_the_last_nine() -> None:
+    costs = Costs()
+    for _ in range(20):
+        costs.add(4, 1.5)
+    for _ in range(4):
+        costs.add(4, 3.0)
+    assert costs.of(4) == 1.5
+    costs.add(4, 3.0)
+    assert costs.of(4) == 3.0
+
+
+def test_chances_are_counted_by_confidence() -> None:
+    """A drafter that stands the more seldom the surer it is."""
+    chances = Chances()
+    for _ in range(100):
+        chances.add(1, 0, (0.9,))
+        chances.add(1, 1, (0.4,))
+    assert chances.at(1, (0.95,)) < 0.45
+    assert chances.at(1, (0.45,)) > 0.55
+    assert chances.state() == {"0.4": 1.0, "0.9": 0.0}
+
+
+def test_looking_ahead_asks_only_what_follows_a_round_without_a_draft() -> None:
+    length, who = Auto(), drafter(True)
+    for _ in range(80):
+        length.record(Outcome(None, 0, [WRONG], 1.0))
+        length.record(Outcome(who, 4, came(4, 0), 1.5))
+        length.record(Outcome(who, 4, came(4, 4), 1.5))
+    assert length.look_ahead()
 
 
 def test_looking_ahead_ends_where_drafts_begin_to_stand() -> None:
@@ -300,6 +382,6 @@ def test_looking_ahead_ends_where_drafts_begin_to_stand() -> None:
 
 def test_fixed() -> None:
     assert Fixed(3).limit(drafter(True)) == 3
-    assert Fixed(3).cut(drafter(True), DRAFTS[2]) == 2
+    assert Fixed(3).cut(drafter(True), DRAFTS[2], ()) == 2
     assert Fixed(0).look_ahead()
     assert not Fixed(1).look_ahead()

@@ -32,6 +32,13 @@ def sampler(prompt: Sequence[int] = (0,), *more: Any, **params: Any) -> Sampler:
     return Sampler(SamplingParams(**params), list(prompt), *more)
 
 
+def test_only_sampling_pays_for_log_probabilities() -> None:
+    """They take a softmax over the vocabulary for every row; the likeliest token is the likeliest without it."""
+    logits = random_logits(3)
+    assert sampler().judged(logits) is logits
+    assert mx.array_equal(sampler(temperature=1.0).judged(logits), log_probabilities(logits))
+
+
 # --- filters
 
 FILTERS = [

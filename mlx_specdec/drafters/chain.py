@@ -43,8 +43,8 @@ class Chain:
     def propose(self, last: int, room: int, sampler: Sampler) -> Draft:
         """At most `room` tokens to follow `last`, by `winner`."""
         self.winner = None
-        for drafter in self.drafters:
-            draft = self._ask(drafter, last, room, sampler)
+        for place, drafter in enumerate(self.drafters):
+            draft = self._ask(place, last, room, sampler)
             if len(draft.tokens):
                 self.winner = drafter
                 return draft
@@ -52,19 +52,20 @@ class Chain:
 
     def would_draft(self, last: int, room: int, sampler: Sampler) -> bool:
         """Whether `propose` would draft, found out at no cost: a model that would be asked is not run."""
-        for drafter in self.drafters:
+        for place, drafter in enumerate(self.drafters):
             costly = not drafter.free and min(room, self.length.limit(drafter)) > 0
-            if costly or (drafter.free and len(self._ask(drafter, last, room, sampler).tokens)):
+            if costly or (drafter.free and len(self._ask(place, last, room, sampler).tokens)):
                 return True
         return False
 
-    def _ask(self, drafter: Drafter, last: int, room: int, sampler: Sampler) -> Draft:
+    def _ask(self, place: int, last: int, room: int, sampler: Sampler) -> Draft:
+        drafter, others = self.drafters[place], self.drafters[place + 1 :]
         limit = min(room, self.length.limit(drafter))
         if limit <= 0:
             return NOTHING
         asked = min(room, drafter.max_draft) if isinstance(drafter, BlockDrafter) else limit
         draft = drafter.propose(last, max(asked, limit), sampler)
-        return draft.head(min(limit, self.length.cut(drafter, draft))) if len(draft.tokens) else NOTHING
+        return draft.head(min(limit, self.length.cut(drafter, draft, others))) if len(draft.tokens) else NOTHING
 
     def close(self, unseen: Sequence[int]) -> None:
         """The sequence is over, after tokens that nobody observed; those who keep what they saw see them now."""
