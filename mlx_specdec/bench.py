@@ -58,7 +58,7 @@ def command(
     default = "draft_model" if models.draft_model else AUTO
     chains = [default] if drafters is None else [chain.strip() for chain in drafters.split(";")]
     options, cache = models.drafter_options(), models.cache_options()
-    named = {make for chain in chains for make in models.makers(chain) if isinstance(make, str)}
+    named = {make for chain in chains for make in models.makers(chain, ",".join(chains)) if isinstance(make, str)}
     if plot is not None:
         plots.check(plot)
     model, tokenizer = models.load(models.model)

@@ -91,17 +91,19 @@ class ModelOptions:
             named = [self.load_drafter(make, model, tokenizer) if isinstance(make, str) else make for make in makers]
         return SpecDecoder(model, tokenizer, named, cache=cache)
 
-    def makers(self, names: str) -> "list[Maker]":
+    def makers(self, names: str, among: str | None = None) -> "list[Maker]":
         """What makes the drafters of a chain; those that take a checkpoint are names still. Of "auto" it is what is
-        used at worst. Raises OptionError."""
+        used at worst. `among` names the drafters of all chains, if there are more. Raises OptionError, also for an
+        option that none of them uses."""
         from .choice import AUTO
         from .drafters import DEFAULT, by_name
 
         if names == AUTO:
-            self._check_files(DEFAULT, "the drafter is left to auto")
+            self._check_used(among or DEFAULT, "the drafter is left to auto")
             return by_name(DEFAULT, self.drafter_options())
         implied = names == "draft_model" and self.draft_model and self.drafter in (None, AUTO)
-        self._check_files(names, f"--draft-model is {self.draft_model}" if implied else f"the drafters are {names}")
+        given = f"--draft-model is {self.draft_model}" if implied else f"the drafters are {among or names}"
+        self._check_used(among or names, given)
         if AUTO in (name.strip() for name in names.split(",")):
             raise OptionError(f"the drafters are {names}; give auto alone, or a list without it")
         makers = by_name(names, self.drafter_options())
@@ -114,20 +116,22 @@ class ModelOptions:
 
         return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
 
-    def _check_files(self, names: str, given: str) -> None:
-        """Raise OptionError for a file whose drafter is not among `names`, which are what was `given`."""
-        for file, drafter in self._unused(names):
-            raise OptionError(f"{file} and {given}; only {drafter} uses that file, so name it as a drafter too")
+    def _check_used(self, names: str, given: str) -> None:
+        """Raise OptionError for an option whose drafter is not among `names`, which are what was `given`."""
+        for option, drafter in self._unused(names):
+            raise OptionError(f"{option} and {given}; only {drafter} uses that, so name it as a drafter too")
 
     def _unused(self, names: str) -> Iterator[tuple[str, str]]:
-        """The files given whose drafters are not among `names`, each with its drafter."""
-        for option, drafter in (
-            ("suffix_cache", "suffix"),
-            ("lookup_cache_static", "ngram_cache"),
-            ("lookup_cache_dynamic", "ngram_cache"),
-        ):
-            if getattr(self, option) is not None and drafter not in [name.strip() for name in names.split(",")]:
-                yield f"--{option.replace('_', '-')} is {getattr(self, option)}", drafter
+        """The options given whose drafters are not among `names`, each with its drafter."""
+        from .choice import AUTO
+        from .drafters import DEFAULT, USED_BY, DrafterOptions
+
+        named = {DEFAULT if name.strip() == AUTO else name.strip() for name in names.split(",")}
+        unchanged = DrafterOptions()
+        for option, users in USED_BY.items():
+            value = getattr(self, option)
+            if value != getattr(unchanged, option) and named.isdisjoint(users):
+                yield f"--{option.replace('_', '-')} is {value}", " or ".join(users)
 
     def cache_options(self) -> "CacheOptions":
         """Raises OptionError."""
@@ -142,12 +146,12 @@ class ModelOptions:
         return load(source, **self._how())
 
     def choose(self, model: Any, tokenizer: Any, cache: "CacheOptions | None" = None) -> "Choice":
-        """The drafter for the model, where none is named. A file for another drafter is said to be of no use."""
+        """The drafter for the model, where none is named. An option for another is said to be of no use."""
         from .choice import choose
 
         choice = choose(self.model, model, tokenizer, cache=cache, **self._how())
-        for file, drafter in self._unused(choice.name):
-            _log.warning(f"{file} and auto took {choice.name}, which does not use it; for the file, name {drafter}")
+        for option, drafter in self._unused(choice.name):
+            _log.warning(f"{option} and auto took {choice.name}, which does not use it; for that, name {drafter}")
         return choice
 
     def load_drafter(self, name: str, model: Any, tokenizer: Any) -> Any:

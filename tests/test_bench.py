@@ -446,6 +446,7 @@ def test_text_and_the_default_drafters(folders: dict[str, str]) -> None:
     done = run([], folders)
     assert (done.exit_code, done.stderr) == (0, CHOSEN)
     assert "overall: 3 questions of 4 turns" in done.stdout
+    assert run(["--drafters", "suffix;ngram_simple", "--ngram-n", "2"], folders).exit_code == 0
     assert "\n  suffix " in done.stdout
     assert "\n  draft_model " in run(["--draft-model", "{draft}"], folders).stdout
 
@@ -469,6 +470,7 @@ def test_a_broken_rule_is_noticed(folders: dict[str, str], monkeypatch: pytest.M
     (("--drafters", "draft_model"), ("--draft-model",)),
     (("--drafter", "suffix"), ("--drafter",)),
     (("--ngram-n", "0", "--drafters", "ngram_simple"), ("ngram_n is 0",)),
+    (("--ngram-n", "2", "--drafters", "suffix;ngram_mod"), ("--ngram-n is 2", "suffix,ngram_mod", "uses that")),
     (("--num-draft-tokens", "0"), ("num_draft_tokens is 0",)),
     (("--num-draft-tokens", "few"), ("few",)),
     (("--per-category", "0"), ("per_category is 0",)),

@@ -480,7 +480,7 @@ def test_a_file_for_a_drafter_that_auto_does_not_take(cache: Path, tmp_path: Pat
     assert done.exit_code == 0
     assert done.stderr.splitlines() == [
         "drafter mtp: the heads inside the checkpoint",
-        f"--suffix-cache is {memory} and auto took mtp, which does not use it; for the file, name suffix",
+        f"--suffix-cache is {memory} and auto took mtp, which does not use it; for that, name suffix",
     ]
     assert not Path(memory).exists()
     plainly = str(llama(tmp_path / "any"))
@@ -493,7 +493,7 @@ def test_a_file_for_a_drafter_that_auto_does_not_take(cache: Path, tmp_path: Pat
     ):
         done = run(*GENERATE, plainly, "--lookup-cache-static", "F", *how)
         assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: --lookup-cache-static is F and {given}; only ngram_cache uses that file")
+        assert done.stderr.startswith(f"error: --lookup-cache-static is F and {given}; only ngram_cache uses that")
 
 
 def test_a_draft_model_that_is_given_is_the_choice(cache: Path, tmp_path: Path) -> None:

@@ -229,6 +229,10 @@ BAD_GENERATE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--drafter", "ngram_mod", "--ngram-n-min", "9", "--ngram-n-max", "8"), ("ngram_n_min is 9", "ngram_n_max is 8")),
     (("--drafter", "ngram_cache", "--lookup-cache-static", "{model}-not"), ("model-not", "No such file")),
     (("--ngram-n", "many"), ("--ngram-n", "many")),
+    (("--ngram-n", "4"), ("--ngram-n is 4", "auto", "only ngram_simple or ngram_map uses that")),
+    (("--drafter", "suffix", "--ngram-mode", "k4v"), ("--ngram-mode is k4v", "suffix", "only ngram_map uses that")),
+    (("--drafter", "ngram_map", "--ngram-n-max", "9"), ("--ngram-n-max is 9", "only ngram_mod uses that")),
+    (("--drafter", "none", "--suffix-min-token-prob", "0.2"), ("is 0.2", "only suffix uses that")),
     (("--kv-bits", "7"), ("kv_bits is 7",)),
     (("--kv-bits", "0"), ("kv_bits is 0",)),
     (("--kv-bits", "4"), ("kv_bits is 4", "leave it out")),  # heads of 16 cannot be quantised in groups of 64

@@ -1,7 +1,7 @@
 """Drafters by the names that users choose them by."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,16 @@ class DrafterOptions:
     lookup_cache_static: Path | None = None
     lookup_cache_dynamic: Path | None = None
     keeps: bool = True  # write these files; False reads them alone
+
+
+USED_BY = {
+    "ngram_n": ("ngram_simple", "ngram_map"),
+    "ngram_m": ("ngram_simple", "ngram_map"),
+    **dict.fromkeys(("ngram_min_hits", "ngram_mode"), ("ngram_map",)),
+    **dict.fromkeys(("ngram_n_match", "ngram_n_min", "ngram_n_max"), ("ngram_mod",)),
+    **dict.fromkeys((f.name for f in fields(DrafterOptions) if f.name.startswith("suffix_")), ("suffix",)),
+    **dict.fromkeys(("lookup_cache_static", "lookup_cache_dynamic"), ("ngram_cache",)),
+}
 
 
 def by_name(names: str, options: DrafterOptions | None = None) -> list[Maker]:
