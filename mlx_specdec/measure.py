@@ -174,7 +174,7 @@ def measure(
             progress(next(done), total)
 
     with ways["plain"]() as run:
-        requests = _requests(tokenizer, questions, ignore_chat_template, run, step)
+        requests = conversations(tokenizer, questions, ignore_chat_template, run, step)
     results = {name: Result(name not in ("plain", "mlx-lm")) for name in ways}
     runs = _runs(ways, results, requests, repeats, step)
     for name, result in results.items():
@@ -197,7 +197,7 @@ def _groups(requests: Sequence[Request]) -> dict[str, list[int]]:
     return groups
 
 
-def _requests(
+def conversations(
     tokenizer: Any, questions: Sequence[Question], ignore_chat_template: bool, plain: Runner, step: Callable[[], None]
 ) -> list[Request]:
     """All turns of all questions, in order. What the model does not take is said before any answer is waited for, but
