@@ -223,7 +223,7 @@ _MODEL_OPTIONS = [
     click.option("--ngram-n-max", default=64, show_default=True, help="ngram_mod: longest draft."),
     click.option("--suffix-max-tree-depth", default=32, show_default=True, help="suffix: longest match and draft."),
     click.option("--suffix-max-cached-requests", default=10_000, show_default=True, help="suffix: outputs remembered."),
-    click.option("--suffix-max-spec-factor", default=4.0, show_default=True, help="suffix: draft by length of match."),
+    click.option("--suffix-max-spec-factor", default=2.0, show_default=True, help="suffix: draft by length of match."),
     click.option("--suffix-max-spec-offset", default=0.0, show_default=True, help="suffix: and so many more."),
     click.option("--suffix-min-token-prob", default=0.1, show_default=True, help="suffix: end drafts below this."),
     click.option("--suffix-cache", type=click.Path(path_type=Path), help="suffix: a file that keeps earlier outputs."),
