@@ -29,7 +29,7 @@ POSITIONS = 8  # of a draft, as many as are printed
 @click.option("--per-category", default=5, show_default=True, help="Most questions of each category.")
 @click.option("--max-tokens", "-m", default=160, show_default=True, help="Most tokens of an answer.")
 @click.option("--repeats", default=3, show_default=True, help="How often everything is measured.")
-@click.option("--ignore-chat-template", is_flag=True, help="Use the prompts as they are.")
+@click.option("--ignore-chat-template", is_flag=True, help="Prompts as they are, later turns after a blank line.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it in this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def command(
@@ -66,7 +66,7 @@ def command(
         named.add("draft_model")
     loaded = {name: models.load_drafter(name, model, tokenizer) for name in sorted(named)}
     if AUTO in chains:
-        choice = models.choose(model, tokenizer, cache)
+        choice = models.choose(model, tokenizer, cache, ",".join(chains))
         chains = list(dict.fromkeys(choice.name if chain == AUTO else chain for chain in chains))
         if choice.drafter is not None:
             loaded[choice.name] = choice.drafter
@@ -144,7 +144,7 @@ def text(report: "Report", tokenizer: Any) -> str:
 def table(title: str, questions: int, rows: "dict[str, Figures]") -> list[str]:
     """Of one category. Tokens per second are of generation alone; tau is tokens a pass."""
     turns = rows["plain"].prompts
-    asked = f"{questions} question{'s'[: questions != 1]}" + (f" of {turns} turns" if turns > questions else "")
+    asked = f"{questions} question{'s'[: questions != 1]}" + (f", {turns} turns" if turns > questions else "")
     head = f"  {'way':24s} {'tokens/s':>24s} {'first token, s':>24s} {'tau':>6s} {'speed-up':>21s}"
     return ["", f"{title}: {asked}", head] + [
         f"  {name:24s} {spread(f.tokens_per_second, 1):>24s} {spread(f.first_token, 3):>24s} {f.tau:6.2f} "

@@ -99,14 +99,18 @@ class ModelOptions:
         from .drafters import DEFAULT, by_name
 
         if names == AUTO:
-            self._check_used(among or DEFAULT, "the drafter is left to auto")
-            return by_name(DEFAULT, self.drafter_options())
-        implied = names == "draft_model" and self.draft_model and self.drafter in (None, AUTO)
-        given = f"--draft-model is {self.draft_model}" if implied else f"the drafters are {among or names}"
-        self._check_used(among or names, given)
-        if AUTO in (name.strip() for name in names.split(",")):
+            given = "the drafter is left to auto"
+        elif AUTO in _listed(names):
             raise OptionError(f"the drafters are {names}; give auto alone, or a list without it")
-        makers = by_name(names, self.drafter_options())
+        elif names == "draft_model" and self.draft_model and self.drafter in (None, AUTO):
+            given = f"--draft-model is {self.draft_model}"
+        else:
+            given = f"the drafters are {among or names}"
+        makers = by_name(DEFAULT if names == AUTO else names, self.drafter_options())
+        if names != "none":  # where nothing drafts, as is compared with, the options may stay
+            named = {DEFAULT if name == AUTO else name for name in _listed(among or names)}
+            for option, drafter in self._unused(named):
+                raise OptionError(f"{option} and {given}; only {drafter} uses that, so name it as a drafter too")
         if "draft_model" in makers and not self.draft_model:
             raise OptionError("the drafter draft_model takes a model; give one (--draft-model)")
         return makers
@@ -116,17 +120,10 @@ class ModelOptions:
 
         return DrafterOptions(**{f.name: getattr(self, f.name) for f in fields(DrafterOptions)})
 
-    def _check_used(self, names: str, given: str) -> None:
-        """Raise OptionError for an option whose drafter is not among `names`, which are what was `given`."""
-        for option, drafter in self._unused(names):
-            raise OptionError(f"{option} and {given}; only {drafter} uses that, so name it as a drafter too")
+    def _unused(self, named: set[str]) -> Iterator[tuple[str, str]]:
+        """The options given whose drafters are not `named`, each with these drafters."""
+        from .drafters import USED_BY, DrafterOptions
 
-    def _unused(self, names: str) -> Iterator[tuple[str, str]]:
-        """The options given whose drafters are not among `names`, each with its drafter."""
-        from .choice import AUTO
-        from .drafters import DEFAULT, USED_BY, DrafterOptions
-
-        named = {DEFAULT if name.strip() == AUTO else name.strip() for name in names.split(",")}
         unchanged = DrafterOptions()
         for option, users in USED_BY.items():
             value = getattr(self, option)
@@ -145,12 +142,13 @@ class ModelOptions:
 
         return load(source, **self._how())
 
-    def choose(self, model: Any, tokenizer: Any, cache: "CacheOptions | None" = None) -> "Choice":
-        """The drafter for the model, where none is named. An option for another is said to be of no use."""
+    def choose(self, model: Any, tokenizer: Any, cache: "CacheOptions | None" = None, among: str = "none") -> "Choice":
+        """The drafter for the model, where none is named. An option for another, which is not `among` those that are
+        named beside it, is said to be of no use."""
         from .choice import choose
 
         choice = choose(self.model, model, tokenizer, cache=cache, **self._how())
-        for option, drafter in self._unused(choice.name):
+        for option, drafter in self._unused({choice.name, *_listed(among)}):
             _log.warning(f"{option} and auto took {choice.name}, which does not use it; for that, name {drafter}")
         return choice
 
@@ -184,6 +182,10 @@ class ModelOptions:
         return self.dtype or ("float32" if mx.default_device() == mx.cpu else None)
 
 
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
+
+
 class DraftTokens(click.ParamType):
     """A number, or "auto"."""
 
@@ -214,8 +216,8 @@ _MODEL_OPTIONS = [
     click.option("--dtype", type=click.Choice(DTYPES), help="Make all weights of this type. On a CPU: float32."),
     _DRAFTER,
     click.option("--draft-model", help="A smaller model with the same tokenizer, or a drafter's checkpoint."),
-    click.option("--ngram-n", default=12, show_default=True, help="Length of the pattern that is looked up."),
-    click.option("--ngram-m", default=48, show_default=True, help="Most tokens drafted after a match."),
+    click.option("--ngram-n", default=12, show_default=True, help="ngram_simple, ngram_map: length of the pattern."),
+    click.option("--ngram-m", default=48, show_default=True, help="ngram_simple, ngram_map: longest draft."),
     click.option("--ngram-min-hits", default=1, show_default=True, help="ngram_map: matches before it drafts."),
     click.option("--ngram-mode", default="k", show_default=True, help="ngram_map: k drafts the newest, k4v votes."),
     click.option("--ngram-n-match", default=24, show_default=True, help="ngram_mod: length of the pattern."),

@@ -38,7 +38,7 @@ class DraftLength(Protocol):
         """How many tokens `drafter` should propose now; 0 passes it over."""
 
     def cut(self, drafter: Drafter, draft: Draft, others: Sequence[Drafter]) -> int:
-        """How many of the tokens that it proposed are worth verifying; with 0 the `others` are asked, in order."""
+        """How many of the tokens that it proposed, perhaps none, are worth verifying; with 0 the `others` are asked."""
 
     def look_ahead(self) -> bool:
         """Whether, when nothing was drafted, the next pass should start before this one's token was looked at."""
@@ -87,7 +87,8 @@ class Auto:
     What a free drafter proposes is compared with what came, verified or not. Of one that takes time, that is known
     only by drafting; so there are probes of one that does not promise to pay now, as long as promises most. A free
     drafter is probed as well when what its drafts cost was not measured for `LONG` rounds, and so is a round without.
-    A free drafter whose draft promises less than a later one that takes time yields its turn.
+    A free drafter yields its turn to a later one that takes time if that promises more, or was not tried for `LONG`
+    rounds.
 
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
     time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time.
@@ -101,7 +102,7 @@ class Auto:
         self._measured = Measured() if measured is None else measured
         self.chosen: dict[str, int] = {}  # by drafter, the newest choice
         self._proposed: list[tuple[Drafter, list[int], Sequence[float] | None]] = []  # in this round, for nothing
-        self._silent: set[str] = set()  # those that take time, were asked, and have drafted nothing since
+        self._silent: dict[str, int] = {}  # those that take time, and the round in which they last drafted nothing
         self._probing = False  # the draft that is under way is a probe
         self._waiting = False  # nothing was drafted in the last round
         self._after_nothing = 1.0  # accepted tokens in rounds that follow one without a draft, on average
@@ -109,20 +110,24 @@ class Auto:
     def limit(self, drafter: Drafter) -> int:
         if drafter.free:
             return drafter.max_draft  # what is drafted for nothing is judged when it is seen
-        chosen = self._choose(drafter, drafter.max_draft, None)
-        if chosen:
-            self._silent.add(drafter.name)
-        return chosen
+        return self._choose(drafter, drafter.max_draft, None)
 
     def cut(self, drafter: Drafter, draft: Draft, others: Sequence[Drafter]) -> int:
+        drafts, now = len(draft.tokens), self._measured.rounds
         if not drafter.free:
-            self._silent.discard(drafter.name)
-            return len(draft.tokens)
+            if not drafts:
+                self._silent[drafter.name] = now
+            return drafts
+        if not drafts:
+            return 0
         self._proposed.append((drafter, np.array(draft.tokens).tolist(), draft.confidence))
-        # What another one promises is known before it drafts only if it says nothing of its confidence.
-        taking = (other for other in others if not (other.free or other.name in self._silent))
-        rates = (self._promise(other, other.max_draft, None).rate for other in taking)
-        return self._choose(drafter, len(draft.tokens), draft.confidence, max(rates, default=1.0))
+        speaking = (o for o in others if not o.free and now - self._silent.get(o.name, -LONG) >= LONG)
+        other = next((o for o in speaking if self._best(o, o.max_draft, None) > 0), None)  # whose turn it would be
+        if other is None:
+            return self._choose(drafter, drafts, draft.confidence)
+        if now - self._curve(other).newest >= LONG:
+            return 0
+        return self._choose(drafter, drafts, draft.confidence, self._promise(other, other.max_draft, None).rate)
 
     def look_ahead(self) -> bool:
         # A draft that is found one token late gives one token less; not looking ahead costs the host's part of a pass.
@@ -184,7 +189,7 @@ class Auto:
     def _chances(self, drafter: Drafter) -> Chances:
         return self._measured.chances.setdefault(drafter.name, Chances())
 
-    def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None, elsewhere: float) -> int:
+    def _best(self, drafter: Drafter, most: int, confidence: Sequence[float] | None, elsewhere: float = 1.0) -> int:
         """The k with the most tokens per second; if that is no better than `elsewhere`, 0, or a probe if the accounts
         can bear one."""
         known, curve = self._measured, self._curve(drafter)

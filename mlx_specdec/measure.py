@@ -206,7 +206,7 @@ def conversations(
 
     def prompt(question: Question, turn: int, *texts: str) -> list[int]:
         try:
-            ids = chat(tokenizer, *texts) if template else encode(tokenizer, "\n\n".join(texts))
+            ids = chat(tokenizer, *texts) if template else encode(tokenizer, "".join(texts))
             plain(ids)  # a stream that is never asked for a token
         except OptionError as error:
             raise OptionError(f"{named(question.question_id, turn)}: {error}") from error
@@ -222,7 +222,7 @@ def conversations(
             if said:
                 said.append("".join(response.text for response in plain(requests[-1].prompt)))
                 step()
-            said.append(turn)
+            said.append(turn if template or not said else f"\n\n{turn}")
             requests.append(Request(question, number, prompt(question, number, *said)))
     return requests
 

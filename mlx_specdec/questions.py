@@ -54,7 +54,8 @@ def _question(line: bytes, place: str) -> Question:
 
 
 def choose(questions: Sequence[Question], each: int) -> list[Question]:
-    """`each` questions of every group, or all if it has fewer: distinct, evenly spaced, in the order of the file."""
+    """`each` questions of every group, or all if it has fewer: distinct from the first turn on, evenly spaced, in the
+    order of the file."""
     if each < 1:
         raise OptionError(f"per_category is {each}; choose 1 or more")
     distinct: dict[str, Question] = {}

@@ -1,5 +1,7 @@
 """What drafters would gain on recorded outputs at given costs of a pass: parameters compared in seconds, none is run.
 
+Left out are the host's work and looking ahead; a group is a decoder's, and no draft goes beyond an output's end.
+
 python scripts/simulate.py record outputs.json --questions spec_bench_question.jsonl --per-category 3
 python scripts/simulate.py run outputs.json
 """
@@ -27,7 +29,7 @@ from mlx_specdec.questions import choose, read_questions
 from mlx_specdec.sampling import Sampler
 
 # Passes of so many rows, in passes of one: what was measured on two cores with OpenBLAS.
-CURVE = "1:1,2:1.1,4:1.3,8:1.6,16:1.9,49:3.1"
+CURVE = "2:1.1,4:1.3,8:1.6,16:1.9,49:3.1"
 
 
 class PromptLookup:
@@ -91,7 +93,7 @@ def simulated(
             chain.length.record(Outcome(chain.winner, len(drafts), new, seconds))
             last, at = new[-1], at + len(new)
         chain.close([last])
-    return tokens / spent, tokens / passes
+    return (tokens / spent, tokens / passes) if passes else (1.0, 1.0)
 
 
 @click.group()
@@ -126,7 +128,12 @@ def record(outputs: Path, questions: Path, per_category: int, tokens: int) -> No
 @click.option("--first-turns", is_flag=True, help="Leave out what was asked later in a conversation.")
 def run(outputs: Path, curve: str, first_turns: bool) -> None:
     """Speed-up and tokens a pass by group."""
-    points = np.array([[float(number) for number in point.split(":")] for point in curve.split(",")]).T
+    try:
+        points = np.array(
+            sorted([float(number) for number in point.split(":")] for point in f"1:1,{curve}".split(","))
+        ).T
+    except ValueError as error:
+        raise click.BadParameter(f"{curve} is no list of rows:cost ({error})") from error
     groups: dict[str, list[dict[str, Any]]] = {}
     for output in json.loads(outputs.read_text()):
         if not first_turns or output["turn"] == 1:

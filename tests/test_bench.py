@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +170,27 @@ def test_a_later_turn_is_asked_after_plain_decoding_s_answers(
     said = list(question.turns[:1])
     for number in range(3):
         if ignore_chat_template:
-            prompt = TOKENIZER.encode("\n\n".join(said))
+            later = (f"\n\n{text}" if i and i % 2 == 0 else text for i, text in enumerate(said))
+            prompt = TOKENIZER.encode("".join(later))  # the model's words go on where it wrote them
         else:
             messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
             prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)
         assert prompts[2:][2 * number : 2 * number + 2] == [prompt, prompt], number
         answer = [token for token in reference(MODEL, prompt, 12) if token not in TOKENIZER.eos_token_ids]
         said += [TOKENIZER.decode(answer), *question.turns[number + 1 : number + 2]]
+
+
+def test_a_parting_in_a_later_turn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, asked = measure.timed, iter(range(100))
+
+    def wrong(run: Any, prompt: list[int]) -> Run:
+        made = timed(run, prompt)
+        return replace(made, ids=(*made.ids[:-1], -1)) if next(asked) == 5 else made  # the second way's second turn
+
+    monkeypatch.setattr(measure, "timed", wrong)
+    report = measured((), QUESTIONS[:1], draft_model=None, repeats=1)
+    parting = next(result.parting for result in report.ways.values() if result.parting)
+    assert (parting.question_id, parting.turn, parting.place) == (81, 2, 11)
 
 
 def test_a_conversation_that_grows_too_long_is_said_and_bad_turns_before_any_answer() -> None:
@@ -307,8 +322,8 @@ def test_the_text_has_a_table_for_each_category_and_for_all(report: Report) -> N
     assert blocks[0].startswith(str(mx.default_device()))
     titles = [block.splitlines()[0] for block in blocks[1:5]]
     assert titles == [
-        "multi-turn: 2 questions of 3 turns", "summarization: 1 question", "poems: 1 question",
-        "overall: 4 questions of 5 turns",
+        "multi-turn: 2 questions, 3 turns", "summarization: 1 question", "poems: 1 question",
+        "overall: 4 questions, 5 turns",
     ]  # fmt: skip
     for block in blocks[1:5]:
         header, *rows = block.splitlines()[1:]
@@ -445,8 +460,10 @@ def test_json(folders: dict[str, str]) -> None:
 def test_text_and_the_default_drafters(folders: dict[str, str]) -> None:
     done = run([], folders)
     assert (done.exit_code, done.stderr) == (0, CHOSEN)
-    assert "overall: 3 questions of 4 turns" in done.stdout
-    assert run(["--drafters", "suffix;ngram_simple", "--ngram-n", "2"], folders).exit_code == 0
+    assert "overall: 3 questions, 4 turns" in done.stdout
+    for lists in ("suffix;ngram_simple", "auto;ngram_simple"):
+        done = run(["--drafters", lists, "--ngram-n", "2"], folders)
+        assert (done.exit_code, "does not use it" in done.stderr) == (0, False)
     assert "\n  suffix " in done.stdout
     assert "\n  draft_model " in run(["--draft-model", "{draft}"], folders).stdout
 
@@ -507,7 +524,8 @@ def test_the_command_of_the_module_is_that_of_the_group() -> None:
 def test_a_kept_memory_is_read_anew_for_every_repeat_and_never_written(folders: dict[str, str], tmp_path: Path) -> None:
     """What one repeat said must not draft the next one's answer."""
     questions, memory = written(tmp_path / "q.jsonl", SPEC_BENCH[:1]), tmp_path / "memory"
-    arguments = ["--questions", str(questions), "--drafters", "suffix", "--repeats", "3", "-m", "30"]
+    arguments = ["--questions", str(questions), "--drafters", "suffix", "--repeats", "3", "-m", "30",
+                 "--num-draft-tokens", "4"]  # fmt: skip
     alone = run([*arguments, "--json"], folders)
     kept = run([*arguments, "--suffix-cache", str(memory), "--json"], folders)
     assert (alone.exit_code, kept.exit_code) == (0, 0), kept.output

@@ -232,7 +232,8 @@ BAD_GENERATE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--ngram-n", "4"), ("--ngram-n is 4", "auto", "only ngram_simple or ngram_map uses that")),
     (("--drafter", "suffix", "--ngram-mode", "k4v"), ("--ngram-mode is k4v", "suffix", "only ngram_map uses that")),
     (("--drafter", "ngram_map", "--ngram-n-max", "9"), ("--ngram-n-max is 9", "only ngram_mod uses that")),
-    (("--drafter", "none", "--suffix-min-token-prob", "0.2"), ("is 0.2", "only suffix uses that")),
+    (("--drafter", "ngram_simpel", "--ngram-n", "4"), ("there is no drafter 'ngram_simpel'",)),
+    (("--drafter", "suffix,auto", "--ngram-n", "4"), ("auto alone",)),
     (("--kv-bits", "7"), ("kv_bits is 7",)),
     (("--kv-bits", "0"), ("kv_bits is 0",)),
     (("--kv-bits", "4"), ("kv_bits is 4", "leave it out")),  # heads of 16 cannot be quantised in groups of 64

@@ -126,7 +126,7 @@ def test_a_drafter_that_is_slower_than_the_target_is_left_alone() -> None:
 class Reckless(Auto):
     """Drafts without looking at its accounts, as much as it can."""
 
-    def _best(self, drafter: Drafter, most: int, confidence: object, elsewhere: float) -> int:
+    def _best(self, drafter: Drafter, most: int, confidence: object, elsewhere: float = 1.0) -> int:
         return most if self._measured.plain else 0
 
 
@@ -282,25 +282,33 @@ def test_probes_are_paid_for_where_another_drafter_wins() -> None:
     assert 2 <= probes <= 40
 
 
-def in_turn(first: float, second: float, cost: Callable[[int], float], seed: int, silent: bool = False) -> float:
-    """Tokens a second, from round 50 to 300, of a free drafter that always drafts and, where that yields its turn, of a
-    model; what comes is 0, 1, ... The model's drafts are its choice of length; `silent` says that it drafts nothing."""
+def in_turn(
+    first: float,
+    second: Callable[[int], float],
+    cost: Callable[[int], float],
+    seed: int,
+    silent: Callable[[int], bool] = lambda number: False,
+    since: int = 50,
+    rounds: int = 300,
+) -> float:
+    """Tokens a second, from round `since` on, of a free drafter that always drafts and, where that yields its turn, of
+    a model; what comes is 0, 1, ... Where the model is `silent` it drafts nothing."""
     random, length, free, model = Random(seed), Auto(), drafter(True), drafter(False)
     model.name, tokens, seconds = "model", 0, 0.0
 
     def right(a: float) -> int:
         return next((k for k in range(MOST) if random.random() >= a), MOST)
 
-    for number in range(300):
+    for number in range(rounds):
         stands, drafts = right(first), np.arange(MOST)
         drafts[stands:] = WRONG
         k, who = length.cut(free, Draft(mx.array(drafts)), (model,)), free
         if k == 0 and (k := length.limit(model)):
-            stands, who = right(second), model
-            k = 0 if silent else length.cut(model, DRAFTS[k], ())
+            stands, who = right(second(number)), model
+            k = length.cut(model, NOTHING if silent(number) else DRAFTS[k], ())
         spent = cost(k + 1) + 0.1 * k * (who is model)
         length.record(Outcome(who if k else None, k, range(min(k, stands) + 1), spent))
-        tokens, seconds = tokens + (number >= 50) * (min(k, stands) + 1), seconds + (number >= 50) * spent
+        tokens, seconds = tokens + (number >= since) * (min(k, stands) + 1), seconds + (number >= since) * spent
     return tokens / seconds
 
 
@@ -309,12 +317,21 @@ def in_turn(first: float, second: float, cost: Callable[[int], float], seed: int
 def test_a_free_drafter_yields_to_a_model_that_promises_more(first: float, second: float, curve: str) -> None:
     cost = CURVES[curve]
     alone = max(best(first, cost, True), best(second, cost, False))
-    assert mean([in_turn(first, second, cost, seed) for seed in SEEDS]) >= 0.9 * alone
+    assert mean([in_turn(first, lambda _: second, cost, seed) for seed in SEEDS]) >= 0.9 * alone
 
 
 def test_nobody_yields_to_a_model_that_is_silent() -> None:
     cost = CURVES["apple"]
-    assert mean([in_turn(0.7, 0.0, cost, seed, silent=True) for seed in SEEDS]) >= 0.95 * best(0.7, cost, True)
+    runs = [in_turn(0.7, lambda _: 0.9, cost, seed, lambda _: True) for seed in SEEDS]
+    assert mean(runs) >= 0.95 * best(0.7, cost, True)
+
+
+def test_a_model_that_was_silent_or_bad_for_a_while_is_tried_again() -> None:
+    cost, after = CURVES["apple"], {"since": 1500, "rounds": 2000}
+    silent = [in_turn(0.6, lambda _: 0.95, cost, seed, lambda number: number < 20, **after) for seed in SEEDS]
+    bad = [in_turn(0.6, lambda number: 0.95 * (number > 150), cost, seed, **after) for seed in SEEDS]
+    for runs in (silent, bad):
+        assert mean(runs) >= 0.9 * best(0.95, cost, False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -349,7 +349,7 @@ class Erratic:
     def limit(self, drafter: Any) -> int:
         return self.random.choice([0, 1, 2, 5, drafter.max_draft])
 
-    def cut(self, drafter: Any, draft: Draft) -> int:
+    def cut(self, drafter: Any, draft: Draft, others: Any) -> int:
         return self.random.randint(0, len(draft.tokens)) if drafter.free else len(draft.tokens)
 
     def look_ahead(self) -> bool:

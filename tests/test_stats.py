@@ -220,7 +220,7 @@ def test_a_drafter_that_does_not_fit_is_said_once(caplog: pytest.LogCaptureFixtu
         assert "drafts of draft_model" in said[0]
         list(decoder.stream(PROMPT, max_tokens=100))
         last = list(decoder.stream(PROMPT, max_tokens=100))[-1]
-    assert last.stats.drafted < 10, "probes alone"
+    assert last.stats.drafted < 20, "probes alone: 1.5 rounds and 1 % pay for so many that cost a fifth of a round"
 
 
 def test_a_drafter_that_fits_is_not_accused(caplog: pytest.LogCaptureFixture) -> None:

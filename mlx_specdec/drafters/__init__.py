@@ -27,7 +27,7 @@ class DrafterOptions:
     """Options of the drafters that draft from text; llama.cpp's names and defaults where it has them.
 
     The suffix options have vLLM's names; depth and factor are larger than its 24 and 1.0, since `auto` cuts what is not
-    worth verifying: on greedy outputs of SmolLM2 translation gains 5 to 12 %, and no other group of Spec-Bench changes
+    worth verifying: on greedy outputs of SmolLM2 translation gains 3 to 12 %, and no other group of Spec-Bench changes
     by more than 2 % for the worse or 7 % for the better (`scripts/simulate.py`). The files of `suffix_cache` and
     `lookup_cache_dynamic` are read, and written when the decoder is closed.
     """

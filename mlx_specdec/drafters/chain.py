@@ -65,7 +65,8 @@ class Chain:
             return NOTHING
         asked = min(room, drafter.max_draft) if isinstance(drafter, BlockDrafter) else limit
         draft = drafter.propose(last, max(asked, limit), sampler)
-        return draft.head(min(limit, self.length.cut(drafter, draft, others))) if len(draft.tokens) else NOTHING
+        most = min(limit, self.length.cut(drafter, draft, others))
+        return draft.head(most) if len(draft.tokens) else NOTHING
 
     def close(self, unseen: Sequence[int]) -> None:
         """The sequence is over, after tokens that nobody observed; those who keep what they saw see them now."""

@@ -103,6 +103,36 @@ def test_a_drafter_that_keeps_failing_yields_its_turn() -> None:
     assert turns[30:].count("wrong") <= 4
 
 
+def test_a_weak_free_drafter_yields_to_a_later_model_but_not_to_an_earlier_one() -> None:
+    """The free ones draft one right token of three, the model all; each round takes as long as a plain one and a
+    tenth for each token of the model."""
+
+    def turns(*names: str) -> list[str]:
+        weak, weaker = Saying("weak", [4, 1, 1]), Saying("weaker", [4, 2, 2])
+        model, slow = Saying("model", [4, 5, 6, 7], free=False), Saying("slow", [4, 5, 6, 7], free=False)
+        length, found = Auto(), []
+        chain = Chain([{d.name: d for d in (weak, weaker, model, slow)}[name] for name in names], length)
+        length.record(Outcome(None, 0, [4], 1.0))
+        for _ in range(200):
+            chain.would_draft(9, 8, ANY)  # which changes nothing
+            draft = chain.propose(9, 8, ANY)
+            k, name = len(draft.tokens), chain.winner.name if chain.winner else ""
+            right = k if name in ("model", "slow") else min(k, 1)
+            each = {"model": 0.1, "slow": 0.8}.get(name, 0.0)
+            length.record(Outcome(chain.winner, k, [4, 5, 6, 7, 8][: right + 1], 1 + each * k))
+            found.append(name)
+        return found[100:]
+
+    assert turns("weak", "model").count("model") > 90
+    assert turns("weak", "weaker", "model").count("model") > 90
+    assert turns("model", "weak").count("model") > 90
+    assert turns("weak", "slow").count("weak") > 90
+    assert turns("slow", "weak").count("slow") > 90, "the user's order: what is asked first and pays drafts"
+    assert turns("weak", "slow", "model").count("weak") > 90, "its turn would be the slow one's"
+    assert turns("weak", "model", "slow").count("model") > 90
+    assert turns("weak", "weaker").count("weak") > 90
+
+
 def test_a_model_is_not_run_to_find_out_whether_it_would_draft() -> None:
     model = Saying("model", [1], free=False)
     assert Chain([model], Fixed(2)).would_draft(9, 5, ANY)
