@@ -1,4 +1,5 @@
-"""The figures of the README's "Speed" section: interleaved runs in one process, medians over repeats.
+"""The figures of the README's "Speed" section: interleaved runs in one process, medians over repeats. Of a question of
+several turns the first is asked.
 
 python scripts/bench_foundation.py plain
 python scripts/bench_foundation.py draft
