@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_specdec import SamplingParams, SpecDecoder
+from mlx_specdec.cli import Command
 from mlx_specdec.draft_length import Auto, DraftLength, Fixed, Outcome
 from mlx_specdec.drafters import DrafterOptions, by_name
 from mlx_specdec.drafters.base import NOTHING, Draft
@@ -101,7 +102,7 @@ def main() -> None:
     """Compare text drafters on recorded greedy outputs."""
 
 
-@main.command()
+@main.command(cls=Command)
 @click.argument("outputs", type=click.Path(path_type=Path))
 @click.option("--questions", type=click.Path(path_type=Path), required=True, help="Questions in Spec-Bench's form.")
 @click.option("--per-category", default=3)
@@ -122,7 +123,7 @@ def record(outputs: Path, questions: Path, per_category: int, tokens: int) -> No
     outputs.write_text(json.dumps(made))
 
 
-@main.command()
+@main.command(cls=Command)
 @click.argument("outputs", type=click.Path(exists=True, path_type=Path))
 @click.option("--curve", default=CURVE, show_default=True, help="Rows and what a pass with them costs.")
 @click.option("--first-turns", is_flag=True, help="Leave out what was asked later in a conversation.")
