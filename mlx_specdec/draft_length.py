@@ -123,11 +123,11 @@ class Auto:
         self._proposed.append((drafter, np.array(draft.tokens).tolist(), draft.confidence))
         speaking = (o for o in others if not o.free and now - self._silent.get(o.name, -LONG) >= LONG)
         other = next((o for o in speaking if self._best(o, o.max_draft, None) > 0), None)  # whose turn it would be
-        if other is None:
-            return self._choose(drafter, drafts, draft.confidence)
-        if now - self._curve(other).newest >= LONG:
-            return 0
-        return self._choose(drafter, drafts, draft.confidence, self._promise(other, other.max_draft, None).rate)
+        elsewhere = 1.0
+        if other is not None:
+            due = now - self._curve(other).newest >= LONG
+            elsewhere = math.inf if due else self._promise(other, other.max_draft, None).rate
+        return self._choose(drafter, drafts, draft.confidence, elsewhere)
 
     def look_ahead(self) -> bool:
         # A draft that is found one token late gives one token less; not looking ahead costs the host's part of a pass.

@@ -250,7 +250,10 @@ def test_spikes_and_noise(free: bool) -> None:
 @both
 def test_a_first_step_that_costs_as_much_as_all(free: bool) -> None:
     """As with a drafter that makes its whole block at once: one draft does not pay, eight do."""
-    step = lambda rows: 1.0 if rows == 1 else 2.0  # noqa: E731
+
+    def step(rows: int) -> float:
+        return 1.0 if rows == 1 else 2.0
+
     run = lengths(Auto(), lambda _: 0.8, lambda rows: step(rows) - (0 if free else 0.1 * (rows - 1)), 0, free, 600)
     tokens = [sum(0.8**i for i in range(k + 1)) for k in run[300:]]
     assert sum(tokens) / sum(step(k + 1) for k in run[300:]) >= 0.95 * sum(0.8**i for i in range(MOST + 1)) / 2
