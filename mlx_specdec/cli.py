@@ -100,8 +100,8 @@ class ModelOptions:
 
         if names == AUTO:
             given = "the drafter is left to auto"
-        elif AUTO in _listed(names):
-            raise OptionError(f"the drafters are {names}; give auto alone, or a list without it")
+        elif alone := [name for name in _listed(names) if name in (AUTO, "none") and name != names]:
+            raise OptionError(f"the drafters are {names}; give {alone[0]} alone, or a list without it")
         elif names == "draft_model" and self.draft_model and self.drafter in (None, AUTO):
             given = f"--draft-model is {self.draft_model}"
         else:
@@ -251,8 +251,7 @@ def model_options(function: Callable[..., Any], *, drafter: bool = True, keeps: 
 
     @wraps(function)  # which also hands on the options given to it so far
     def call(**given: Any) -> Any:
-        if not drafter:
-            given["drafter"] = None
+        given["drafter"] = given["drafter"].strip() if drafter else None
         models = ModelOptions(**{name: given.pop(name) for name in names}, keeps=keeps)
         return function(models=models, **given)
 

@@ -87,8 +87,8 @@ class Auto:
     What a free drafter proposes is compared with what came, verified or not. Of one that takes time, that is known
     only by drafting; so there are probes of one that does not promise to pay now, as long as promises most. A free
     drafter is probed as well when what its drafts cost was not measured for `LONG` rounds, and so is a round without.
-    A free drafter yields its turn to a later one that takes time if that promises more, or was not tried for `LONG`
-    rounds.
+    A free drafter yields its turn to a later one that takes time if that promises more, and at most every `LONG`
+    rounds for a probe.
 
     Two accounts are kept from the first round on, each of which may bear `START` plain rounds and `SHARE` of all the
     time so far: what drafting lost against plain decoding, and what probes lost against the pace of the time.
@@ -103,6 +103,7 @@ class Auto:
         self.chosen: dict[str, int] = {}  # by drafter, the newest choice
         self._proposed: list[tuple[Drafter, list[int], Sequence[float] | None]] = []  # in this round, for nothing
         self._silent: dict[str, int] = {}  # those that take time, and the round in which they last drafted nothing
+        self._tried: Drafter | None = None  # the one for whose probe a free one yielded
         self._probing = False  # the draft that is under way is a probe
         self._waiting = False  # nothing was drafted in the last round
         self._after_nothing = 1.0  # accepted tokens in rounds that follow one without a draft, on average
@@ -125,8 +126,11 @@ class Auto:
         other = next((o for o in speaking if self._best(o, o.max_draft, None) > 0), None)  # whose turn it would be
         elsewhere = 1.0
         if other is not None:
-            due = now - self._curve(other).newest >= LONG
-            elsewhere = math.inf if due else self._promise(other, other.max_draft, None).rate
+            promise, elsewhere = self._promise(other, other.max_draft, None), math.inf
+            if now - self._curve(other).newest >= LONG and self._affords(other, promise.k or promise.probe):
+                self._tried = other
+            else:
+                elsewhere = promise.rate
         return self._choose(drafter, drafts, draft.confidence, elsewhere)
 
     def look_ahead(self) -> bool:
@@ -135,6 +139,7 @@ class Auto:
 
     def record(self, outcome: Outcome) -> None:
         known, drafter = self._measured, outcome.drafter
+        probing, self._tried = self._probing or drafter is self._tried, None
         known.rounds += 1
         known.total += outcome.seconds
         pace = outcome.seconds / (outcome.accepted + 1)
@@ -163,7 +168,7 @@ class Auto:
             known.doubt_plain()
         seconds, debt = min(cost, most) * plain, self.DEBT * plain
         known.lost = min(max(known.lost + seconds - (outcome.accepted + 1) * plain, -debt), debt)
-        if self._probing:
+        if probing:
             known.probed += max(seconds - (outcome.accepted + 1) * known.pace, 0.0)
 
     def state(self) -> dict[str, Any]:
@@ -199,10 +204,14 @@ class Auto:
             return promise.k
         if promise.probe == 0 or (drafter.free and curve.newest and known.rounds - curve.newest < LONG):
             return 0
+        return promise.probe if self._affords(drafter, promise.probe) else 0
+
+    def _affords(self, drafter: Drafter, k: int) -> bool:
+        """Whether the accounts can bear a probe of k drafts of which none stands."""
+        known = self._measured
         plain = known.plain or 0.0
-        seconds = curve.of(promise.probe + 1) * plain
-        affords = max(known.lost + seconds - plain, known.probed + seconds - known.pace) <= self._account(plain)
-        return promise.probe if affords else 0
+        seconds = self._curve(drafter).of(k + 1) * plain
+        return max(known.lost + seconds - plain, known.probed + seconds - known.pace) <= self._account(plain)
 
     def _promise(self, drafter: Drafter, most: int, confidence: Sequence[float] | None) -> Promise:
         """The k with the most tokens per second among those that the account can bear, and the one to probe."""

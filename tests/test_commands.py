@@ -212,7 +212,7 @@ BAD_GENERATE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--dtype", "int3"), ("--dtype",)),
     (("--drafter", "magic"), ("no drafter 'magic'", "ngram_simple", "draft_model")),
     (("--drafter", "suffix,magic"), ("no drafter 'magic'",)),
-    (("--drafter", "suffix,none"), ("no drafter 'none'",)),
+    (("--drafter", "suffix,none"), ("none alone",)),
     (("--drafter", "suffix,,ngram_map"), ("no drafter ''",)),
     (("--drafter", "ngram_mod,suffix,ngram_mod"), ("ngram_mod is named twice",)),
     (("--drafter", "draft_model"), ("draft_model takes a model", "--draft-model")),

@@ -337,6 +337,13 @@ def test_a_model_that_was_silent_or_bad_for_a_while_is_tried_again() -> None:
         assert mean(runs) >= 0.9 * best(0.95, cost, False)
 
 
+def test_a_model_that_pays_less_than_the_free_drafter_costs_what_probes_may() -> None:
+    cost, long = CURVES["flat"], {"since": 500, "rounds": 3000}
+    alone = best(0.9, cost, True)
+    assert mean([in_turn(0.9, lambda _: 0.5, cost, seed, **long) for seed in SEEDS]) >= 0.96 * alone
+    assert mean([in_turn(0.9, lambda _: 0.0, cost, seed, **long) for seed in SEEDS]) >= 0.96 * alone
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_measurements_do_not_drift(seed: int) -> None:
     """Where every round drafts, nothing but drafts is measured, noisily, for thousands of rounds."""

@@ -43,7 +43,7 @@ def test_an_option_is_for_its_drafters(option: str, tmp_path: Path) -> None:
             said = refused(option, value, drafters)
             assert ("uses that" in said) == (drafter not in users), (drafters, said)
     assert "auto" in refused(option, value, "auto") or "suffix" in users
-    assert not refused(option, value, "none"), "plain decoding is compared with"
+    assert not refused(option, value, " none "), "plain decoding is compared with"
 
 
 def test_all_options_are_somebody_s() -> None:
